@@ -49,7 +49,7 @@ from jaxstrategy._src.text import Line, shown
 from jaxstrategy._src.tracing import results as _results, roles as _roles
 from jaxstrategy._src.tracing.checks import varying_results
 from jaxstrategy._src.tracing.functions import code as _code, rebinding
-from jaxstrategy._src.tracing.functions.bindings import Binding
+from jaxstrategy._src.tracing.functions.references import Binding
 from jaxstrategy._src.tracing.nnx.object_calls import (
     array_options,
     array_step,

@@ -29,15 +29,12 @@ from jaxstrategy._src.text import array_type, whole
 from jaxstrategy._src.tracing.functions import code, rebinding
 from jaxstrategy._src.tracing.jaxprs import KeyPath
 from jaxstrategy._src.tracing.nnx import object_calls
-from jaxstrategy._src.tracing.nnx.objects import (
-    ObjectArrays,
-    is_nnx_node,
-    is_object_arrays,
-)
+from jaxstrategy._src.tracing.nnx.objects import ObjectArrays, is_object_arrays
 from jaxstrategy._src.tracing.traced_step import name_of
 from jaxstrategy._src.values import arrays as _arrays, trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure
 from jaxstrategy._src.values.slices import is_slices
+from jaxstrategy._src.values.trees import is_nnx_node
 from jaxstrategy._src.variables.variable import Variable
 
 

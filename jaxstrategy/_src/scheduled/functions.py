@@ -51,17 +51,20 @@ from jaxstrategy._src.text import shown
 from jaxstrategy._src.tracing import results as _results, roles
 from jaxstrategy._src.tracing.function_cache import FunctionKey, identity
 from jaxstrategy._src.tracing.functions import code as _code, rebinding
-from jaxstrategy._src.tracing.functions.bindings import Binding
 from jaxstrategy._src.tracing.functions.code import as_method, attributes_of
-from jaxstrategy._src.tracing.functions.references import References
-from jaxstrategy._src.tracing.functions.weak_references import Identity, weak_function
+from jaxstrategy._src.tracing.functions.references import (
+    Binding,
+    Identity,
+    References,
+    weak_function,
+)
 from jaxstrategy._src.tracing.jaxprs import Jaxpr, all_eqns
-from jaxstrategy._src.tracing.nnx.objects import is_nnx_node
 from jaxstrategy._src.tracing.results import Results
 from jaxstrategy._src.tracing.roles import Signature
 from jaxstrategy._src.values import arrays as _arrays
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import Handle, PerReplica
+from jaxstrategy._src.values.trees import is_nnx_node
 from jaxstrategy._src.variables.remote_kinds import per_worker_kind_of
 from jaxstrategy._src.variables.variable import Variable
 

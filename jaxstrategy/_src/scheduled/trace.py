@@ -21,7 +21,7 @@ from jaxstrategy._src.parameter_servers.protocol import Input
 from jaxstrategy._src.replicas.mesh import as_numbers, is_key
 from jaxstrategy._src.replicas.replicas import REPLICATED, ReplicaLayout, Replicas
 from jaxstrategy._src.tracing.checks import step_checks
-from jaxstrategy._src.tracing.jaxprs import Equation, Jaxpr
+from jaxstrategy._src.tracing.jaxprs import Equation, Jaxpr, with_values
 from jaxstrategy._src.tracing.nnx import object_calls
 from jaxstrategy._src.tracing.partition.partition import inline_calls
 from jaxstrategy._src.tracing.results import is_one_leaf
@@ -33,7 +33,6 @@ from jaxstrategy._src.tracing.traced_step import (
     StepEnvironment,
     TracedStep,
 )
-from jaxstrategy._src.tracing.value_form import with_values
 from jaxstrategy._src.values import arrays, per_replica
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import Handle

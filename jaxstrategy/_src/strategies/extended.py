@@ -28,12 +28,10 @@ from jaxstrategy._src.strategies.destinations import (
     checked_pairs,
     copies_on,
 )
-from jaxstrategy._src.tracing.nnx.objects import (
-    is_nnx_node,
-)
 from jaxstrategy._src.values import trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import Handle, PerReplica
+from jaxstrategy._src.values.trees import is_nnx_node
 from jaxstrategy._src.variables import access
 from jaxstrategy._src.variables.variable import Variable
 

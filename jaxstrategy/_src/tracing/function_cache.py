@@ -9,24 +9,31 @@ from typing import Any, NamedTuple, final
 
 from jaxstrategy._src import errors
 from jaxstrategy._src.options import RunOptions
-from jaxstrategy._src.tracing import recompilation
 from jaxstrategy._src.tracing.functions import code as _code, rebinding
-from jaxstrategy._src.tracing.functions.bindings import UNBOUND, Binding
 from jaxstrategy._src.tracing.functions.code import attributes_of
-from jaxstrategy._src.tracing.functions.references import References, keys_match
-from jaxstrategy._src.tracing.functions.weak_references import (
+from jaxstrategy._src.tracing.functions.references import (
+    UNBOUND,
+    Binding,
     Identity,
+    References,
+    keys_match,
     weak_function,
     weak_method,
 )
 from jaxstrategy._src.tracing.nnx.object_calls import came_from_step
-from jaxstrategy._src.tracing.nnx.objects import is_nnx_node
-from jaxstrategy._src.tracing.program_cache import FrozenSignatures, ProgramCache
+from jaxstrategy._src.tracing.program_cache import (
+    Calls,
+    FrozenSignatures,
+    History,
+    ProgramCache,
+    history_of,
+)
 from jaxstrategy._src.tracing.saved_step import Obtain
 from jaxstrategy._src.tracing.step_agreement import StepAgreement
 from jaxstrategy._src.tracing.traced_step import StepEnvironment
 from jaxstrategy._src.values import trees
 from jaxstrategy._src.values.arrays import Arguments, Function, Leaf, PyTree
+from jaxstrategy._src.values.trees import is_nnx_node
 
 # For each code, keys of functions that died are kept: a function may be defined anew.
 _MAX_UNUSED_KEYS = 8
@@ -74,7 +81,7 @@ class FunctionCache:
         self._agreement = agreement
         self._frozen = frozen
         self._functions: dict[Hashable, CachedFunction] = {}
-        self._histories: dict[int, recompilation.History] = {}
+        self._histories: dict[int, History] = {}
         self._table: dict[FunctionKey, ProgramCache] = {}
         # The captured values that a trace mutates, as indices into its references.
         self.mutated: dict[FunctionKey, tuple[int, ...]] = {}
@@ -108,8 +115,8 @@ class FunctionCache:
             self._environment,
             self._agreement,
             key.options,
-            recompilation.history_of(fn, self._histories),
-            recompilation.Calls(references),
+            history_of(fn, self._histories),
+            Calls(references),
             frozen=self._frozen,
         )
         self._purge(key.code)

@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast, final
 
 import jax
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
-from jax.extend.core import DropVar, Literal
+from jax.extend.core import DropVar, Literal, primitives
 from jax.ref import AbstractRef
 
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
@@ -567,3 +567,83 @@ def with_contents(function: Function, refs: Sequence[int]) -> Function:
         return results[:count]
 
     return called
+
+
+# Equations with references must stay inside the `shard_map`. A variable that a step
+# only reads and overwrites whole, outside of loops and branches, can be an argument and
+# a result instead.
+@final
+@dataclasses.dataclass(frozen=True)
+class ValueForm:
+    """A jaxpr with values for the references `replaced`, and outputs for them last."""
+
+    jaxpr: Jaxpr
+    replaced: tuple[int, ...]
+
+
+def with_values(jaxpr: Jaxpr, candidates: Collection[int]) -> ValueForm:
+    """Replaces those references among the inputs `candidates` that can be replaced."""
+    chosen = [i for i in candidates if _is_replaceable(jaxpr, jaxpr.invars[i])]
+    if not chosen:
+        return ValueForm(jaxpr, ())
+    whole: Any = jaxpr  # JAX's own types of equations are not exported
+    inputs: Sequence[Var] = whole.invars
+    fresh: dict[Var, Atom] = {
+        inputs[i]: core.Var(inputs[i].aval.inner_aval) for i in chosen
+    }
+    contents: dict[Atom | None, Atom] = {**fresh}  # at this point
+    names: dict[Var, Atom] = {}
+    eqns: list[Equation] = []
+
+    def read(atom: Atom) -> Atom:
+        return atom if isinstance(atom, Literal) else names.get(atom, atom)
+
+    for eqn in whole.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        reference = operands[0] if operands else None
+        if isinstance(reference, Literal) or reference not in contents:
+            eqns.append(eqn.replace(invars=operands))
+            continue
+        before = contents[reference]
+        for var in eqn.outvars:
+            if not isinstance(var, DropVar):
+                names[var] = before
+        if eqn.primitive.name == "swap":
+            contents[reference] = operands[1]
+        elif eqn.primitive.name == "addupdate":
+            total = core.Var(before.aval)
+            addition = eqn.replace(
+                primitive=primitives.add_jaxvals_p,
+                params={},
+                invars=[before, operands[1]],
+                outvars=[total],
+                effects=frozenset(),
+            )
+            eqns.append(addition)
+            contents[reference] = total
+    invars = [fresh.get(var, var) for var in inputs]
+    outvars = [read(atom) for atom in jaxpr.outvars]
+    outvars += [contents[inputs[i]] for i in chosen]
+    return ValueForm(jaxpr_of(invars, eqns, outvars), tuple(chosen))
+
+
+def _is_replaceable(jaxpr: Jaxpr, reference: Var) -> bool:
+    """Whether a reference is only read and written whole, at the top level."""
+    if not isinstance(reference.aval, AbstractRef):
+        return False
+    if any(atom is reference for atom in jaxpr.outvars):
+        return False
+    return all(
+        _is_whole_access(eqn, reference)
+        for eqn in jaxpr.eqns
+        if any(atom is reference for atom in eqn.invars)
+    )
+
+
+def _is_whole_access(eqn: Equation, reference: Var) -> bool:
+    operands = {"get": 1, "swap": 2, "addupdate": 2}.get(eqn.primitive.name)
+    if operands != len(eqn.invars) or eqn.invars[0] is not reference:
+        return False  # an index that is computed, or no access at all
+    shape = reference.aval.shape
+    values = [*eqn.invars[1:], *eqn.outvars]
+    return all(tuple(value.aval.shape) == tuple(shape) for value in values)

@@ -21,8 +21,7 @@ from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.tracing import results as _results
 from jaxstrategy._src.tracing.constants import constants
-from jaxstrategy._src.tracing.functions.bindings import are_identical
-from jaxstrategy._src.tracing.functions.weak_references import weak_method
+from jaxstrategy._src.tracing.functions.references import are_identical, weak_method
 from jaxstrategy._src.tracing.jaxprs import Jaxpr
 from jaxstrategy._src.tracing.partition.layout import output_shardings
 from jaxstrategy._src.tracing.partition.partitioned_step import PartitionedStep

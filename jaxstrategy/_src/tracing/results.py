@@ -15,8 +15,8 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxstrategy._src.contexts.context import AbstractStrategy
-from jaxstrategy._src.tracing.functions.bindings import UNBOUND, Binding
 from jaxstrategy._src.tracing.functions.code import attributes_of
+from jaxstrategy._src.tracing.functions.references import UNBOUND, Binding
 from jaxstrategy._src.tracing.jaxprs import KeyPath
 from jaxstrategy._src.tracing.roles import HandleReference
 from jaxstrategy._src.values import arrays as _arrays, trees

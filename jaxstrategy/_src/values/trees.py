@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import jax
 from jax.sharding import NamedSharding
@@ -52,6 +52,36 @@ def object_kinds() -> tuple[type, ...]:
 def map_leaves(function: Callable[[Leaf], Leaf], tree: PyTree) -> PyTree:
     """`jax.tree.map` that gives `function` each `PerReplica` and variable whole."""
     return jax.tree.map(function, tree, is_leaf=is_whole)
+
+
+class FlaxVariable(Protocol):
+    """The methods of `nnx.Variable` used here; Flax is optional, and not imported."""
+
+    @property
+    def ref(self) -> bool: ...
+
+    def get_raw_value(self) -> Leaf: ...
+
+    def set_raw_value(self, value: Leaf) -> None: ...
+
+    def get_metadata(self) -> Mapping[str, object]: ...
+
+    def replace(self, value: Leaf) -> FlaxVariable: ...
+
+
+def is_nnx_node(node: object) -> bool:
+    """Whether `node` is an object or a variable, which a step may change in place."""
+    return bool(object_kinds()) and (is_object(node) or is_variable(node))
+
+
+def is_variable(node: object) -> TypeGuard[FlaxVariable]:
+    return _is_variable_class(type(node))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_variable_class(kind: type) -> bool:
+    # Flax's own `isinstance` takes ten times as long.
+    return issubclass(kind, sys.modules["flax.nnx"].Variable)
 
 
 def map_around_objects(function: Callable[[Leaf], Leaf], tree: PyTree) -> PyTree:

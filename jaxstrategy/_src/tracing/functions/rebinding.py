@@ -17,12 +17,12 @@ from jaxstrategy._src.contexts import context
 from jaxstrategy._src.errors import LeakedTracerError
 from jaxstrategy._src.text import Line, and_more
 from jaxstrategy._src.tracing.functions import code
-from jaxstrategy._src.tracing.functions.bindings import (
+from jaxstrategy._src.tracing.functions.references import (
     UNBOUND,
     Binding,
+    References,
     substituted,
 )
-from jaxstrategy._src.tracing.functions.references import References
 from jaxstrategy._src.values.arrays import Function
 
 # A Keras model of a hundred layers has about twenty thousand.

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import hashlib
 import inspect
+import operator
+import sys
 import types
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from typing import Any, Concatenate, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -17,18 +29,192 @@ from jax.core import Tracer
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.context import Sender
 from jaxstrategy._src.tracing.functions import code as _code
-from jaxstrategy._src.tracing.functions.bindings import (
-    Binding,
-    flatten_one_level,
-    is_container,
-)
-from jaxstrategy._src.tracing.functions.code import NameUses, as_method
-from jaxstrategy._src.tracing.functions.weak_references import Identity
-from jaxstrategy._src.tracing.nnx.objects import is_nnx_node
-from jaxstrategy._src.values import arrays, per_replica
+from jaxstrategy._src.tracing.functions.code import CALLABLE, NameUses, as_method
+from jaxstrategy._src.tracing.jaxprs import KeyPath
+from jaxstrategy._src.values import arrays, per_replica, trees
 from jaxstrategy._src.values.arrays import Function, PyTree
-from jaxstrategy._src.values.trees import object_kinds
+from jaxstrategy._src.values.trees import is_nnx_node, object_kinds
 from jaxstrategy._src.variables.changes import Reference
+
+Owner = TypeVar("Owner")
+Answer = TypeVar("Answer")
+
+
+def weak_method(
+    owner: Owner, method: Callable[Concatenate[Owner, ...], Answer], *args: object
+) -> Callable[..., Answer | None]:
+    """`method(owner, *args, ...)` without keeping `owner` alive; None once it is gone.
+
+    For callbacks of finalizers, too.
+    """
+    # When the interpreter exits, the names of a module are None before the last objects
+    # are gone. So the callback has all that it uses with it.
+    get, is_finalizing = weakref.ref(owner), sys.is_finalizing
+
+    def call(*more: object) -> Answer | None:
+        if is_finalizing():
+            return None
+        alive = get()
+        return None if alive is None else method(alive, *args, *more)
+
+    return call
+
+
+def weak_function(
+    fn: Function, on_death: Callable[[object], object] | None = None
+) -> Callable[[], Function | None]:
+    """Returns `fn` while it lives; `on_death` is called when it dies."""
+    try:
+        if isinstance(fn, types.MethodType):
+            # A method is made at each access: a plain reference would be dead at once.
+            return weakref.WeakMethod(fn, on_death)
+        return weakref.ref(fn, on_death)
+    except TypeError:  # its type allows no weak references
+        return lambda: fn
+
+
+class Identity:
+    """Hashable identity of an object, kept alive only if it allows no weak reference.
+
+    After the object died it equals nothing, though another may get the same `id`.
+    """
+
+    __slots__ = ("_id", "get")
+
+    def __init__(self, value: object) -> None:
+        self._id = id(value)
+        try:
+            self.get = weakref.ref(value)
+        except TypeError:
+            self.get = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Identity) or self._id != other._id:
+            return False
+        value = self.get()
+        if value is None and (self.is_gone or other.is_gone):
+            return False
+        return other.get() is value
+
+    def __hash__(self) -> int:
+        return self._id
+
+    def watch(self, on_death: Callable[[object], object]) -> object:
+        """A reference that calls `on_death` as long as it is kept, if it may die."""
+        if not isinstance(self.get, weakref.ref) or (value := self.get()) is None:
+            return None
+        return weakref.ref(value, on_death)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the object died."""
+        return self.get() is None and isinstance(self.get, weakref.ref)
+
+    def is_of(self, value: object) -> bool:
+        """Whether it is that of `value`: of None only if it always was."""
+        return self.get() is value and not (value is None and self.is_gone)
+
+
+class _Unbound:
+    """The class of `UNBOUND`."""
+
+
+# The value of a binding that has none.
+UNBOUND = _Unbound()
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Binding:
+    """A reference to a value that can be replaced.
+
+    Attributes:
+      owner: a dict or list that has it as `key`; or an object, a class or a closure
+        cell of which it is the attribute `key`.
+    """
+
+    owner: Any
+    key: Any = "cell_contents"
+
+    @property
+    def identity(self) -> Hashable:
+        """Equal for the same binding, as long as its owner lives."""
+        return id(self.owner), self.key
+
+    def get(self) -> object:
+        """The value, or `UNBOUND`."""
+        kind = type(self.owner)
+        if issubclass(kind, dict):
+            return self.owner.get(self.key, UNBOUND)
+        if issubclass(kind, list):
+            return self.owner[self.key] if self.key < len(self.owner) else UNBOUND
+        if issubclass(kind, type):  # without calling descriptors
+            return vars(self.owner).get(self.key, UNBOUND)
+        try:
+            return getattr(self.owner, self.key, UNBOUND)
+        except ValueError:  # a variable that is not assigned yet
+            return UNBOUND
+
+    def set(self, value: object) -> None:
+        """Binds another value, or with `UNBOUND` none."""
+        is_item = issubclass(type(self.owner), (dict, list))
+        if value is not UNBOUND:
+            assign = operator.setitem if is_item else setattr
+            assign(self.owner, self.key, value)
+        elif self.get() is not UNBOUND:
+            remove = operator.delitem if is_item else delattr
+            remove(self.owner, self.key)
+
+
+def is_container(value: object) -> bool:
+    """Whether `value` is an inner node of a pytree; None is one."""
+    return not jax.tree_util.all_leaves([value])
+
+
+def flatten_one_level(value: PyTree) -> tuple[list[tuple[KeyPath, PyTree]], Any]:
+    """The children of a pytree node with their paths, and its structure."""
+    # `Any`: to type checkers JAX's `PyTreeDef` is a variable, and no type.
+    return jax.tree_util.tree_flatten_with_path(
+        value, is_leaf=lambda node: node is not value
+    )
+
+
+def substituted(value: Any, substitutes: Mapping[int, object]) -> Any:
+    """`value`, or a copy of an immutable container, with values replaced by `id`."""
+    if id(value) in substitutes:
+        return substitutes[id(value)]
+    # `Any`, and the class: `isinstance` calls code of some libraries' objects.
+    kind = type(value)
+    if issubclass(kind, types.MethodType):
+        parts = [value.__func__, value.__self__]
+        new = [substituted(part, substitutes) for part in parts]
+        return value if are_identical(new, parts) else types.MethodType(*new)
+    if issubclass(kind, functools.partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+        func, *rest = new = [substituted(part, substitutes) for part in parts]
+        if are_identical(new, parts):
+            return value
+        n = len(value.args)
+        keywords = dict(zip(value.keywords, rest[n:], strict=True))
+        return kind(func, *rest[:n], **keywords)
+    if issubclass(kind, tuple):
+        new = [substituted(part, substitutes) for part in value]
+        if are_identical(new, value):
+            return value
+        return kind(*new) if hasattr(kind, "_fields") else kind(new)
+    if issubclass(kind, (list, dict, type, *CALLABLE)) or trees.is_whole(value):
+        return value
+    if is_container(value):
+        children, structure = flatten_one_level(value)
+        parts = [child for _, child in children]
+        new = [substituted(part, substitutes) for part in parts]
+        return value if are_identical(new, parts) else structure.unflatten(new)
+    return value
+
+
+def are_identical(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether two sequences hold the same objects."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
 
 # Larger NumPy arrays are not hashed.
 _MAX_HASHED_BYTES = 1 << 28

@@ -22,18 +22,16 @@ from jaxstrategy._src.tracing.functions import code, rebinding
 from jaxstrategy._src.tracing.jaxprs import KeyPath
 from jaxstrategy._src.tracing.nnx.objects import (
     CallerObjects,
-    FlaxVariable,
     ObjectArrays,
     ObjectStructure,
     ReturnedObject,
     is_call_leaf,
-    is_nnx_node,
     is_object_arrays,
-    is_variable,
     is_whole_or_arrays,
 )
 from jaxstrategy._src.values import trees
 from jaxstrategy._src.values.arrays import Arguments, Function, Leaf, PyTree
+from jaxstrategy._src.values.trees import FlaxVariable, is_nnx_node, is_variable
 
 
 def array_step(

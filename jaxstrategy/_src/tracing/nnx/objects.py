@@ -8,50 +8,24 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import jax
 
 from jaxstrategy._src.errors import ObjectError
 from jaxstrategy._src.text import listed
-from jaxstrategy._src.tracing.functions.bindings import are_identical
-from jaxstrategy._src.tracing.functions.weak_references import weak_method
+from jaxstrategy._src.tracing.functions.references import are_identical, weak_method
 from jaxstrategy._src.values import arrays as _arrays, trees
 from jaxstrategy._src.values.arrays import Leaf, PyTree
-from jaxstrategy._src.values.trees import is_object, object_kinds
+from jaxstrategy._src.values.trees import (
+    FlaxVariable,
+    is_nnx_node,
+    is_object,
+    is_variable,
+)
 
 NodePath: TypeAlias = tuple[Hashable, ...]
 """The index of an object in a list, then the names of attributes and items."""
-
-
-class FlaxVariable(Protocol):
-    """The methods of `nnx.Variable` used here; Flax is optional, and not imported."""
-
-    @property
-    def ref(self) -> bool: ...
-
-    def get_raw_value(self) -> Leaf: ...
-
-    def set_raw_value(self, value: Leaf) -> None: ...
-
-    def get_metadata(self) -> Mapping[str, object]: ...
-
-    def replace(self, value: Leaf) -> FlaxVariable: ...
-
-
-def is_nnx_node(node: object) -> bool:
-    """Whether `node` is an object or a variable, which a step may change in place."""
-    return bool(object_kinds()) and (is_object(node) or is_variable(node))
-
-
-def is_variable(node: object) -> TypeGuard[FlaxVariable]:
-    return _is_variable_class(type(node))
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_variable_class(kind: type) -> bool:
-    # Flax's own `isinstance` takes ten times as long.
-    return issubclass(kind, sys.modules["flax.nnx"].Variable)
 
 
 def structure_of(node: object) -> tuple[Hashable, list[int]]:

@@ -24,6 +24,7 @@ from jaxstrategy._src.tracing.jaxprs import (
     jaxpr_of,
     rewritten,
     variables,
+    with_values,
 )
 from jaxstrategy._src.tracing.numbered_prints import (
     has_prints,
@@ -50,7 +51,6 @@ from jaxstrategy._src.tracing.replication.rules import analyse, varying
 from jaxstrategy._src.tracing.replication.types import Collective, Site
 from jaxstrategy._src.tracing.trace import Evaluate
 from jaxstrategy._src.tracing.traced_step import TracedStep
-from jaxstrategy._src.tracing.value_form import with_values
 from jaxstrategy._src.tracing.vmapped.replicas import on_replicas
 from jaxstrategy._src.values.arrays import Function, Leaf
 from jaxstrategy._src.values.per_replica import PerReplica

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from jaxstrategy._src.errors import PlacementError
 from jaxstrategy._src.replicas.replicas import REPLICATED, Replicas
-from jaxstrategy._src.tracing.functions.weak_references import weak_method
+from jaxstrategy._src.tracing.functions.references import weak_method
 from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
 from jaxstrategy._src.variables import access
 from jaxstrategy._src.variables.access import Cell

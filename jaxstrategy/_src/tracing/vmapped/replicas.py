@@ -44,11 +44,11 @@ from jaxstrategy._src.tracing.jaxprs import (
     rewritten_function,
     type_of,
     with_jaxprs,
+    with_values,
     without_collectives,
 )
 from jaxstrategy._src.tracing.numbered_prints import on_own_devices
 from jaxstrategy._src.tracing.partition.partition import inline_calls
-from jaxstrategy._src.tracing.value_form import with_values
 from jaxstrategy._src.tracing.vmapped.rules import (
     VmappedAxes,
     collective,
