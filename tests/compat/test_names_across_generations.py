@@ -12,7 +12,7 @@ from jaxstrategy.compat import contrib, v1
 TWO = jax.devices()[:2]
 
 
-def test_strategies_of_tensorflow_1():
+def test_names_of_one_generation_are_told_in_another():
     for name, here in [
         ("call_for_each_tower", "extended.call_for_each_replica"),
         ("call_for_each_replica", "extended.call_for_each_replica"),
@@ -22,9 +22,6 @@ def test_strategies_of_tensorflow_1():
     ]:
         with pytest.raises(AttributeError, match=f"; in this generation it is `{here}"):
             getattr(v1.MirroredStrategy(TWO), name)
-
-
-def test_strategies_of_2018():
     d = contrib.MirroredStrategy(TWO)
     with pytest.raises(AttributeError, match="; in this generation it is `call_for_ea"):
         d.call_for_each_replica  # noqa: B018
@@ -33,9 +30,6 @@ def test_strategies_of_2018():
         d.run  # noqa: B018
     with pytest.raises(AttributeError, match=r"`strategy.core.extended` is today's\.$"):
         d.extended  # noqa: B018
-
-
-def test_contexts_and_extended():
     with pytest.raises(AttributeError, match="in this generation it is `tower_id`"):
         contrib.get_tower_context().replica_id_in_sync_group  # noqa: B018
     with pytest.raises(AttributeError, match=r"Context' .* attribute 'nothing'\.$"):
@@ -44,9 +38,6 @@ def test_contexts_and_extended():
         v1.get_replica_context().tower_id  # noqa: B018
     with pytest.raises(AttributeError, match="it is `batch_reduce_to`"):
         v1.MirroredStrategy(TWO).extended.batch_reduce  # noqa: B018
-
-
-def test_what_is_said_is_there():
     d, s = contrib.MirroredStrategy(TWO), v1.MirroredStrategy(TWO)
     tower, replica = contrib.get_tower_context(), v1.get_replica_context()
     for here in adapters.NAMES_IN_2018.values():
@@ -121,9 +112,6 @@ def test_the_older_multi_worker_strategy():
         assert isinstance(strategy, js.MultiWorkerMirroredStrategy)
         x = strategy.per_replica(np.arange(8.0))
         assert strategy.reduce("sum", x) == 28
-
-
-def test_the_older_multi_worker_strategy_refuses_what_there_is_not():
     with pytest.raises(ValueError, match="`implementation` was 'MPI'"):
         js.experimental.MultiWorkerMirroredStrategy("MPI")
 

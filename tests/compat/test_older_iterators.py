@@ -54,12 +54,16 @@ def test_datasets_make_iterators():
     assert [versions(strategy, batch) for batch in made[0]] == parts(8, n)
 
 
-def test_what_cannot_be_shared_may_be_an_error():
+def test_modes_and_batches_that_are_refused():
     strategy = of_kind("mirrored", 2)
     options = js.InputOptions(remainder="error")
     iterator = strategy.make_dataset_iterator(ranged(5, 5), options)
     with pytest.raises(ValueError, match="Step 0 has 5 rows where 6 were wanted"):
         iterator.get_next()
+    for mode in [js.InputReplicationMode.PER_REPLICA, "per worker"]:
+        strategy = of_kind("mirrored", 2)
+        with pytest.raises(ValueError, match="Input replication mode not supported"):
+            strategy.make_input_fn_iterator(lambda _: range(4), mode)
 
 
 def test_what_an_input_function_is_told():
@@ -82,13 +86,6 @@ def test_what_an_input_function_is_told():
     assert versions(strategy, iterator.get_next()) == wanted[0]
     assert told == [js.InputContext(1, 0, n)]  # called once
     assert told[0].get_per_replica_batch_size(8) == 8 // n
-
-
-def test_other_modes():
-    for mode in [js.InputReplicationMode.PER_REPLICA, "per worker"]:
-        strategy = of_kind("mirrored", 2)
-        with pytest.raises(ValueError, match="Input replication mode not supported"):
-            strategy.make_input_fn_iterator(lambda _: range(4), mode)
 
 
 def test_what_input_functions_may_return():

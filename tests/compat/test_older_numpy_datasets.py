@@ -28,9 +28,6 @@ def test_rows():
         True,
         "NumpyDataset(3 elements)",
     )
-
-
-def test_a_list_is_one_array():
     stacked = rows_of([np.arange(3), np.arange(3) + 10])
     assert listed(stacked) == [[0, 1, 2], [10, 11, 12]]
     in_tuple = rows_of(([1, 2], {"y": [np.zeros(1), np.ones(1)]}))

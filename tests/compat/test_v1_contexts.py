@@ -50,15 +50,12 @@ def test_a_replica_context_is_entered_where_it_is_the_current_one():
         context.__enter__()
 
 
-def test_what_cannot_be_set():
+def test_strategies_that_cannot_be_set_or_entered():
     s = mirrored()
     with pytest.raises(TypeError, match=r"`experimental_set_strategy` was given 3"):
         v1.experimental_set_strategy(3)
     with s.scope(), pytest.raises(RuntimeError, match="must not be called inside a"):
         v1.experimental_set_strategy(s)
-
-
-def test_scopes_that_cannot_be_entered():
     s, other = mirrored(), mirrored(4)
     with pytest.raises(RuntimeError, match="`strategy.scope` was called inside `run`"):
         s.run(lambda: s.scope().__enter__())

@@ -108,16 +108,13 @@ def test_each_batch_of_each_shard_counts_once_although_workers_are_lost(
     assert sorted(lost) == [1, 3]
 
 
-def test_empty_shards_count_nothing(coordinator):
+def test_datasets_without_elements(coordinator):
     count = coordinator.function(lambda batch: batch.sum())
 
     def few(shard, shards):
         return [DATA[:3]] if shard in (1, 4) else []
 
     assert coordinator.evaluate(count, 6, few) == 2 * DATA[:3].sum()
-
-
-def test_a_dataset_without_elements_is_an_error(coordinator):
     count = coordinator.function(lambda batch: batch.sum())
     with pytest.raises(ValueError, match="none of its 3 shards has any"):
         coordinator.evaluate(count, 3, lambda shard, shards: [])
@@ -129,9 +126,6 @@ def test_a_dataset_without_elements_is_an_error(coordinator):
             raise ValueError("no shard for you")
 
         coordinator.evaluate(count, 3, broken)
-
-
-def test_elements_that_only_the_coordinator_has_are_an_error(coordinator):
     calls = []
 
     def once(shard, shards):

@@ -136,15 +136,12 @@ def test_what_such_a_variable_does_not_do_is_told(three):
             use()
 
 
-def test_elsewhere_there_are_no_such_workers():
+def test_what_it_cannot_be(three):
     mirrored = js.MirroredStrategy(js.simulate(8)[:2])
     with pytest.raises(ValueError, match="outside of the scope of a ParameterServer"):
         js.Variable(0.0, per_worker_variable=True)
     with mirrored.scope(), pytest.raises(ValueError, match="outside of the scope of"):
         js.Variable(0.0, per_worker_variable=True)
-
-
-def test_what_it_cannot_be(three):
     for value, options, error, text in [
         ([0.0], {"sharding": 0}, ValueError, "Leave one of both out"),
         (jax.random.key(0), {}, TypeError, "random keys, which workers do not keep"),
@@ -152,6 +149,8 @@ def test_what_it_cannot_be(three):
     ]:
         with pytest.raises(error, match=text):
             own(three, value, **options)
+    names = js.experimental.coordinator
+    assert names.PerWorkerValues is js.coordinator.PerWorkerValue
 
 
 # Remote values as arguments of scheduled functions, one for each worker.
@@ -210,8 +209,3 @@ def test_values_of_different_shapes_are_an_error_of_the_function(three):
     step = three.function(lambda own: (index(), own.sum()))
     with pytest.raises(TypeError, match=r"given float32\[3\] by .*value, float32\[2\]"):
         until_it_fails(three, step, value)
-
-
-def test_it_has_tensorflows_other_name():
-    names = js.experimental.coordinator
-    assert names.PerWorkerValues is js.coordinator.PerWorkerValue

@@ -49,7 +49,7 @@ def environment(monkeypatch, **variables):
     return ray_processes._environment(secret, with_modules=False)
 
 
-def test_workers_without_gpus_simulate_devices_with_their_share_of_cpus(monkeypatch):
+def test_workers_have_their_share_of_cpus_or_the_gpus_that_ray_gives(monkeypatch):
     given = environment(
         monkeypatch, JAX_PLATFORMS="cuda", XLA_FLAGS="--x", HOME="/", TF_CONFIG="{}"
     )
@@ -58,9 +58,6 @@ def test_workers_without_gpus_simulate_devices_with_their_share_of_cpus(monkeypa
     assert own["PJRT_NPROC"] == "4" and own["OMP_NUM_THREADS"] == "2"
     assert own["XLA_FLAGS"] == "--x" and not {"HOME", "TF_CONFIG"} & set(own)
     assert own["JAXSTRATEGY_CLUSTER_SECRET"] == "a secret of many letters"
-
-
-def test_workers_with_gpus_have_those_that_ray_gives_them(monkeypatch):
     own = ray_processes._of_worker(environment(monkeypatch), 1.0, None)
     assert not {"JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"} & set(own)
     given = environment(monkeypatch, JAX_PLATFORMS="cuda,cpu")

@@ -148,23 +148,17 @@ def told(complaints):
     assert not complaints, "\n".join(["", *complaints])
 
 
-def test_each_name_has_an_example():
+def test_each_name_has_an_example_and_each_method_a_first_line():
     told([name for name, value in NAMES.items() if ">>>" not in (value.__doc__ or "")])
-
-
-def test_each_method_is_described():
     told([name for name, function, owner in EVERY if not words(function, owner)])
-
-
-NO_NOUN = re.compile(r"(What|How|Which|When|Where|Who|It|Those|Nothing)\b")
-
-
-def test_the_first_line_is_a_sentence_or_names_what_there_is():
     told(
         f"{name}: {words(function, owner).splitlines()[0]}"
         for name, function, owner in EVERY
         if name.startswith("jaxstrategy") and NO_NOUN.match(words(function, owner))
     )
+
+
+NO_NOUN = re.compile(r"(What|How|Which|When|Where|Who|It|Those|Nothing)\b")
 
 
 def is_exception(name, function):

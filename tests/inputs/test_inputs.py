@@ -133,20 +133,26 @@ def test_options_without_meaning(arguments, text):
         js.InputOptions(**arguments)
 
 
-def test_options_of_the_wrong_kind(two):
+def test_what_cannot_be_divided_is_refused(two):
     for function in (
         two.experimental_distribute_dataset,
         two.distribute_datasets_from_function,
     ):
         with pytest.raises(TypeError, match="`options` was 'drop'; an InputOptions"):
             function(lambda *_: [], "drop")
-
-
-def test_a_dataset_for_each_replica_needs_a_function(two):
     options = js.InputOptions(experimental_replication_mode=PER_REPLICA)
     text = "InputReplicationMode.PER_REPLICA is for input functions: use `strategy.dist"
     with pytest.raises(ValueError, match=text):
         two.experimental_distribute_dataset([np.ones(2)], options)
+    text = r"`dataset_fn` is \[1\], which cannot be called. A function of an `InputCon"
+    with pytest.raises(TypeError, match=text):
+        two.distribute_datasets_from_function([1])
+    with pytest.raises(TypeError, match="The int given as a dataset is not a dataset"):
+        two.distribute_datasets_from_function(lambda _: 3)
+    batches = [{"x": two.per_replica([1.0, 2.0])}]
+    text = "`batch['x']` of batch 0 is already a PerReplica. Give the dataset global b"
+    with pytest.raises(TypeError, match=re.escape(text)):
+        next(iter(two.experimental_distribute_dataset(batches)))
 
 
 def test_what_an_input_function_is_told():
@@ -227,14 +233,6 @@ def test_a_larger_batch_for_a_replica(two):
         next(iterator)
 
 
-def test_what_is_no_input_function(two):
-    text = r"`dataset_fn` is \[1\], which cannot be called. A function of an `InputCon"
-    with pytest.raises(TypeError, match=text):
-        two.distribute_datasets_from_function([1])
-    with pytest.raises(TypeError, match="The int given as a dataset is not a dataset"):
-        two.distribute_datasets_from_function(lambda _: 3)
-
-
 GOOD = {"x": np.zeros((4, 2), np.float32), "y": np.zeros(4, np.int32)}
 Z = np.zeros
 BAD = {
@@ -289,13 +287,6 @@ def test_a_bad_batch_is_said_when_it_is_reached(two, bad, error, text):
     for _ in range(3):
         with pytest.raises(error, match=re.escape(text)):
             next(iterator)
-
-
-def test_a_batch_that_is_divided_already(two):
-    batches = [{"x": two.per_replica([1.0, 2.0])}]
-    text = "`batch['x']` of batch 0 is already a PerReplica. Give the dataset global b"
-    with pytest.raises(TypeError, match=re.escape(text)):
-        next(iter(two.experimental_distribute_dataset(batches)))
 
 
 @each_way

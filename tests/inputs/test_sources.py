@@ -70,14 +70,11 @@ def test_what_can_be_read_again_is_and_resumes(make):
             source.start().set_state(state)
 
 
-def test_plain_lengths():
+def test_lengths_and_names_say_what_was_given():
     assert Source(PAIRS).length == Source(Loader()).length == 4
     assert Source(Endless()).length is None
     assert Source(read).length is None
     assert Source(iter(PAIRS)).length is None
-
-
-def test_names_say_what_was_given():
     assert Source(PAIRS).name == "the list"
     assert Source(read).name == "the function `read`"
     assert Source(functools.partial(read)).name == "the function `read`"
@@ -129,16 +126,13 @@ def test_an_iterator_is_read_once(once):
         source.start()
 
 
-def test_an_iterator_cannot_resume():
+def test_an_iterator_cannot_resume_and_is_left_alone():
     one = Source(read()).start()
     advice = r"cannot resume: .* a list of batches, or a function .* `read`"
     with pytest.raises(TypeError, match=advice):
         one.get_state()
     with pytest.raises(TypeError, match="Only one pass can read the generator"):
         one.set_state({"batches": 0})
-
-
-def test_closing_leaves_the_users_iterator_alone():
     given_ = read()
     one = Source(given_).start()
     next(one)

@@ -1,9 +1,12 @@
 """SIGTERM and Ctrl-C end a job of several processes, unless somebody handles them."""
 
 import signal
+import sys
 
+import harness
 import pytest
 import workers
+from helpers.processes import Program
 from test_watchdog import LOOP
 
 
@@ -55,6 +58,22 @@ def test_a_handler_of_the_users_own_stays(job):
             running.signal(rank, signal.SIGTERM)
         assert running.wait(20) == [0, 0]
         assert all("heard" in rank.output for rank in running.ranks)
+
+
+def test_a_signal_to_the_launcher_ends_the_job(tmp_path):
+    (tmp_path / "script.py").write_text(harness.STARTED + LOOP)
+    options = "-n 2 --stop-grace 60 --devices-per-process 1 script.py"
+    command = [sys.executable, "-m", "jaxstrategy.launch", *options.split()]
+    env = {**workers.ENVIRONMENT, "SECONDS": "30"}
+    launcher = Program(tmp_path / "output.txt", command, env, tmp_path)
+    try:
+        launcher.wait_for("going")
+        launcher.process.send_signal(signal.SIGTERM)
+        # It does not sit in the time for saving.
+        assert launcher.process.wait(20) == 128 + signal.SIGTERM, launcher.output
+        assert launcher.last_line.endswith("stopped by SIGTERM")
+    finally:
+        launcher.close()
 
 
 # Exit codes are those of the guide on many processes, however a process ends.

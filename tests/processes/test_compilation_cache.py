@@ -82,18 +82,18 @@ def test_what_the_option_sets(tmp_path):
     assert jax.config.jax_compilation_cache_dir is None
 
 
-def test_a_folder_that_everybody_can_write_is_not_used(tmp_path):
+def test_folders_that_are_not_used(tmp_path):
+    with pytest.raises(TypeError, match="`compilation_cache` was given 3; the path of"):
+        js.experimental.compilation_cache(3)
     tmp_path.chmod(0o777)
     with pytest.warns(RuntimeWarning, match=(
         "There is no compilation cache in .*: everybody can write it, and a program"
     )):  # fmt: skip
         assert js.experimental.compilation_cache(tmp_path) is None
     assert jax.config.jax_compilation_cache_dir is None
-
-
-def test_what_is_no_path_is_refused():
-    with pytest.raises(TypeError, match="`compilation_cache` was given 3; the path of"):
-        js.experimental.compilation_cache(3)
+    (tmp_path / "file").write_text("")
+    done = command("--compilation-cache", str(tmp_path / "file"), "train.py")
+    assert done.code == 2 and "is not a folder" in done.err
 
 
 def test_the_launcher_tells_each_process(tmp_path):
@@ -115,9 +115,3 @@ def test_what_clusters_are_given_has_it():
             options = f"--compilation-cache /c/ache {more}"
             text = printed(cluster, "t.py", options=options)
             assert VARIABLE in text and "/c/ache" in text
-
-
-def test_a_file_is_no_folder_for_the_launcher(tmp_path):
-    (tmp_path / "file").write_text("")
-    done = command("--compilation-cache", str(tmp_path / "file"), "train.py")
-    assert done.code == 2 and "is not a folder" in done.err

@@ -125,7 +125,7 @@ def test_nothing_stops_without_an_announcement():
     vote.close()
 
 
-def test_signals_are_noticed():
+def test_a_watcher_notices_signals_and_what_a_function_says():
     before = signal.getsignal(signal.SIGTERM)
     watcher = PreemptionWatcher()
     assert watcher.preemption_message is None and not watcher.wait(0)
@@ -135,17 +135,12 @@ def test_signals_are_noticed():
     watcher.close()
     watcher.close()
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_watcher_function_is_asked():
     answers = iter([False, True])
     watcher = PreemptionWatcher(lambda: next(answers))
     watcher.block_until_worker_exit()
     assert "returned True" in watcher.preemption_message
     watcher.close()
 
-
-def test_what_a_watcher_function_raises_is_seen():
     def fails():
         raise OSError("no metadata server")
 
@@ -171,7 +166,7 @@ def test_a_watcher_in_another_thread():
     assert "only in the main thread" in raised[0]
 
 
-def test_configs_that_make_no_sense():
+def test_what_makes_no_sense_is_refused(tmp_path, two):
     for given, error, words in [
         ({"save_fn": 3}, TypeError, "`save_fn` was 3, which cannot be called"),
         ({"exit_fn": "x"}, TypeError, "`exit_fn` was 'x'"),
@@ -180,9 +175,6 @@ def test_configs_that_make_no_sense():
     ]:
         with pytest.raises(error, match=words):
             TerminationConfig(**given)
-
-
-def test_handlers_that_make_no_sense(tmp_path):
     with pytest.raises(ValueError, match="without `checkpoint_dir`"):
         PreemptionCheckpointHandler(None, {"v": 1})
     with pytest.raises(TypeError, match="`cluster_resolver` was 3"):
@@ -192,6 +184,16 @@ def test_handlers_that_make_no_sense(tmp_path):
     manager = js.checkpoint.CheckpointManager(tmp_path)
     with pytest.raises(ValueError, match="together with a CheckpointManager"):
         PreemptionCheckpointHandler(None, manager, tmp_path)
+    dataset = two.experimental_distribute_dataset([np.ones(2)])
+    with pytest.raises(TypeError, match="`dataset` was \\[1\\]; what `strategy"):
+        js.training.training_loop([1], 0, steps=1)
+    with pytest.raises(ValueError, match="`steps` was 0; 1 or more"):
+        js.training.training_loop(dataset, 0, steps=0)
+    with pytest.raises(ValueError, match="`every` was -1; 1 or more"):
+        js.training.training_loop(dataset, 0, steps=1, every=-1)
+    for name in ("steps", "every", "in_sync_every"):
+        with pytest.raises(TypeError, match=f"`{name}` was 1.5; a whole number was"):
+            js.training.training_loop(dataset, 0, **{"steps": 1, name: 1.5})
 
 
 class Notice:
@@ -320,16 +322,3 @@ def test_a_function_that_saves(two):
         handler.save_checkpoint_if_preempted("here")
     assert saved == [("here",)] and handler.total_run_calls == 5
     handler.close()
-
-
-def test_loops_that_make_no_sense(two):
-    dataset = two.experimental_distribute_dataset([np.ones(2)])
-    with pytest.raises(TypeError, match="`dataset` was \\[1\\]; what `strategy"):
-        js.training.training_loop([1], 0, steps=1)
-    with pytest.raises(ValueError, match="`steps` was 0; 1 or more"):
-        js.training.training_loop(dataset, 0, steps=0)
-    with pytest.raises(ValueError, match="`every` was -1; 1 or more"):
-        js.training.training_loop(dataset, 0, steps=1, every=-1)
-    for name in ("steps", "every", "in_sync_every"):
-        with pytest.raises(TypeError, match=f"`{name}` was 1.5; a whole number was"):
-            js.training.training_loop(dataset, 0, **{"steps": 1, name: 1.5})

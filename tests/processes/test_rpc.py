@@ -110,22 +110,12 @@ def test_a_client_waits_for_a_server_as_long_as_it_may(unstarted):
         assert isinstance(e.value, TimeoutError) and e.value.error_code == 4
 
 
-def test_functions_must_be_compiled(unstarted):
-    with pytest.raises(ValueError, match=r"Only jitted functions .* register `jax.jit"):
-        unstarted.register("f", lambda x: x, INT)
-    with pytest.raises(ValueError, match="Input signature not specified for the func"):
-        unstarted.register("f", mul)
-    with pytest.raises(ValueError, match="`f` is a Compiled: register `jax.jit"):
-        unstarted.register("f", mul.lower(INT, INT).compile(), INT, INT)
-    unstarted.register("f", mul, INT, INT)  # the name is still free
-
-
 class Pair(NamedTuple):
     x: object
     y: object
 
 
-def test_what_cannot_be_sent_is_not_registered(unstarted):
+def test_what_cannot_be_registered_is_refused(unstarted):
     for function, specs, told in [
         (lambda x: x, ["text"], r"f: argument\[0\] is a str. Give arrays, numbers or"),
         (lambda x: x, [np.array("text")], r"f: argument\[0\] is of dtype <U4; arrays"),
@@ -136,9 +126,13 @@ def test_what_cannot_be_sent_is_not_registered(unstarted):
     ]:
         with pytest.raises(ValueError, match=told):
             unstarted.register("f", jax.jit(function), *specs)
-
-
-def test_a_name_is_registered_once_and_is_no_clients_own(unstarted):
+    with pytest.raises(ValueError, match=r"Only jitted functions .* register `jax.jit"):
+        unstarted.register("f", lambda x: x, INT)
+    with pytest.raises(ValueError, match="Input signature not specified for the func"):
+        unstarted.register("f", mul)
+    with pytest.raises(ValueError, match="`f` is a Compiled: register `jax.jit"):
+        unstarted.register("f", mul.lower(INT, INT).compile(), INT, INT)
+    unstarted.register("f", mul, INT, INT)  # the name is still free
     unstarted.register("mul", mul, INT, INT)
     for name in "mul", "mul_blocking":
         told = f"^{name} is already registered$"
@@ -148,9 +142,6 @@ def test_a_name_is_registered_once_and_is_no_clients_own(unstarted):
     for name in "", "call", "close", "call_blocking", "__len__":
         with pytest.raises(rpc.InvalidArgumentError, match="cannot have the name"):
             unstarted.register(name, mul, INT, INT)
-
-
-def test_methods_are_registered_before_the_start(unstarted):
     unstarted.start()
     told = "All methods must be registered before starting"
     with pytest.raises(rpc.FailedPreconditionError, match=told) as caught:
@@ -170,24 +161,18 @@ def test_methods_larger_than_the_bound_are_not_registered():
         server.register("f", jax.jit(lambda x: x), jnp.zeros(25))
 
 
-def test_clients_have_the_methods(client):
+def test_clients_have_the_methods(client, server):
     result = client.mul(2, 3)
     assert result.is_ok() is True and result.get_error() == (0, "")
     value = result.get_value()
     assert value == 6 and value.dtype == np.int32 and value.shape == ()
     assert client.mul_blocking(2, 3) == 6
     assert "mul" in client.methods and "mul_blocking" in dir(client)
-
-
-def test_methods_say_what_they_are(server, client):
     told = f"RPC Call for mul method to server {server.address}"
     assert client.mul.__doc__ == client.mul_blocking.__doc__ == told
     assert client.mul.__name__ == "mul"
     with pytest.raises(AttributeError, match=r"has no method 'div'; it has 'mul', 'n"):
         client.div  # noqa: B018
-
-
-def test_structures_come_back(client):
     assert client.nest_blocking(2) == {"t": (2, [2, 3]), "u": (2,)}
     assert client.total_blocking({"b": [5], "a": 4}) == 9
     assert client.empty_blocking() == []

@@ -187,7 +187,7 @@ def test_every_is_a_number_of_steps(every, error, told):
         js.optax.outer(optax.sgd(0.1), every=every)
 
 
-def test_both_are_transformations():
+def test_what_cannot_be_is_refused(two):
     with pytest.raises(TypeError, match="`inner` was 0.1; a transformation of Optax"):
         js.optax.outer(0.1, every=2)
     with pytest.raises(TypeError, match="`outer` was 0.7; a transformation of Optax"):
@@ -197,24 +197,15 @@ def test_both_are_transformations():
     compressed = js.experimental.CommunicationOptions(compression="int8")
     with pytest.raises(ValueError, match="compression"):
         js.optax.outer(optax.sgd(0.1), every=2, options=compressed)
-
-
-def test_it_needs_the_parameters():
     tx = js.optax.outer(optax.sgd(0.1), every=2)
     with pytest.raises(ValueError, match="`outer` was not given the parameters"):
         tx.update(PARAMS, tx.init(PARAMS))
-
-
-def test_parameters_are_floating_point_numbers(two):
     tx = js.optax.outer(optax.sgd(0.1), every=2)
     with pytest.raises(TypeError, match=r"`params\['n'\]` is int32, which has no mean"):
         tx.init({"n": np.int32(3)})
     own = {"w": two.per_replica([1.0, 2.0])}
     with pytest.raises(TypeError, match=r"`params\['w'\]` is a PerReplica, but .*"):
         tx.init(own)
-
-
-def test_all_replicas_at_once_are_no_replica(two):
     tx = js.optax.outer(optax.sgd(0.1), every=1)
     state = tx.init(1.0)
     with (

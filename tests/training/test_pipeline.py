@@ -266,7 +266,7 @@ def refused(error, text, *args, stages=4, **more):
 X = np.ones((8, SIZE), F32)
 
 
-def test_batches_that_cannot_be_divided_are_refused():
+def test_what_cannot_be_divided_is_refused():
     text = r"`microbatches` was 3, and `x` has 8 rows .* Give one of 1, 2, 4, 8; or"
     refused(ValueError, text, layer, PARAMS, X, microbatches=3)
     refused(ValueError, "`microbatches` was 0", layer, PARAMS, X, microbatches=0)
@@ -276,9 +276,6 @@ def test_batches_that_cannot_be_divided_are_refused():
     refused(ValueError, text, layer, PARAMS, {"a": X, "b": X[:2]})
     refused(ValueError, "`x` is a scalar", layer, PARAMS, np.float32(1))
     refused(ValueError, "`x` has 0", layer, PARAMS, X[:0])
-
-
-def test_layers_that_cannot_be_divided_are_refused():
     text = r"`params` has 6 layers, and the axis 'stage' 4 stages.* Give 8 layers"
     refused(ValueError, text, layer, jax.tree.map(lambda a: a[:6], PARAMS), X)
     text = r"of `params`, `params\['b'\]` has 7, `params\['w'\]` has 8"
@@ -286,6 +283,17 @@ def test_layers_that_cannot_be_divided_are_refused():
     refused(ValueError, "`params` has no arrays", layer, {}, X)
     refused(TypeError, "`layer` was 3; a function", 3, PARAMS, X)
     refused(TypeError, r"`params\['w'\]` was 'x'; an array", layer, {"w": "x"}, X)
+    text = r"`axis` was 'stages'; the inner axes of the strategy are `stage`\. Give"
+    refused(ValueError, text, layer, PARAMS, X, axis="stages")
+    refused(ValueError, "`axis` was 'replica'", layer, PARAMS, X, axis="replica")
+    refused(TypeError, "`axis` was 3; the name", layer, PARAMS, X, axis=3)
+    strategy = js.MirroredStrategy(logical_axes={"pipe": 4})
+    found = strategy.run(lambda p: piped(p, X, axis="pipe"), (PARAMS,))
+    close(found, in_a_row(PARAMS, X))
+    strategy = js.MirroredStrategy()
+    values = strategy.per_replica([X] * 8)
+    with pytest.raises(TypeError, match=r"`x` has a PerReplica.* inside `run`"):
+        js.training.pipeline(layer, PARAMS, values, microbatches=2)
 
 
 @each_of("stages", [1, 4])
@@ -309,20 +317,3 @@ def test_layers_that_the_next_cannot_follow_are_refused(stages):
     refused(ValueError, text, lambda p, h: (h, h), PARAMS, X, stages=stages)
     text = "What the layer returned was 'x'; an array was wanted"
     refused(TypeError, text, lambda p, h: "x", PARAMS, X, stages=stages)
-
-
-def test_axes_that_the_strategy_does_not_have_are_refused():
-    text = r"`axis` was 'stages'; the inner axes of the strategy are `stage`\. Give"
-    refused(ValueError, text, layer, PARAMS, X, axis="stages")
-    refused(ValueError, "`axis` was 'replica'", layer, PARAMS, X, axis="replica")
-    refused(TypeError, "`axis` was 3; the name", layer, PARAMS, X, axis=3)
-    strategy = js.MirroredStrategy(logical_axes={"pipe": 4})
-    found = strategy.run(lambda p: piped(p, X, axis="pipe"), (PARAMS,))
-    close(found, in_a_row(PARAMS, X))
-
-
-def test_values_of_all_replicas_are_refused():
-    strategy = js.MirroredStrategy()
-    values = strategy.per_replica([X] * 8)
-    with pytest.raises(TypeError, match=r"`x` has a PerReplica.* inside `run`"):
-        js.training.pipeline(layer, PARAMS, values, microbatches=2)

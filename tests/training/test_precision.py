@@ -46,14 +46,7 @@ def test_one_bad_number_on_one_replica_is_seen_by_all(four, bad):
     assert isinstance(have, js.Mirrored) and not have
 
 
-def test_it_works_outside_of_run(two):
-    assert js.training.all_finite({}) and js.training.all_finite([1.0, 2])
-    assert not js.training.all_finite([1.0, np.inf])
-    with two.scope():
-        assert not js.training.all_finite([1.0, np.inf])
-
-
-def test_it_sees_all_replicas_in_merge_call(two):
+def test_it_sees_all_replicas_in_merge_call_and_works_outside_of_run(two):
     def step(x):
         return js.get_replica_context().merge_call(
             lambda _, x: js.training.all_finite(x), (x,)
@@ -62,6 +55,10 @@ def test_it_sees_all_replicas_in_merge_call(two):
     have = two.run(step, (two.per_replica([1.0, np.nan]),))
     assert isinstance(have, js.Mirrored) and not have
     assert not js.training.all_finite(two.per_replica([1.0, np.nan]))
+    assert js.training.all_finite({}) and js.training.all_finite([1.0, 2])
+    assert not js.training.all_finite([1.0, np.inf])
+    with two.scope():
+        assert not js.training.all_finite([1.0, np.inf])
 
 
 def reference(scale, finite, period, factor, least):
