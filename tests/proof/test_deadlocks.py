@@ -159,14 +159,6 @@ def in_vmap_over_another_axis(p, v):
     return jax.vmap(either, axis_name="rows")(jnp.ones(3))[0]
 
 
-def in_a_cond_that_does_not_vary(p, v):
-    return lax.cond(
-        lax.pmax(v, AXIS) > 0,
-        lambda: in_cond(p, v),
-        lambda: v,
-    )
-
-
 def in_a_merge_function(p, v):
     def merged(strategy, v):
         return strategy.reduce("sum", v)  # <- collective
@@ -201,7 +193,6 @@ HIDDEN = {
     in_custom_vjp_backward: ("psum", "cond", lambda v: float(len(v))),
     in_custom_jvp: ("psum", "cond", lambda v: v.sum()),
     in_vmap_over_another_axis: ("psum", "cond", lambda v: 3 * v.sum()),
-    in_a_cond_that_does_not_vary: ("psum", "cond", lambda v: v.sum()),
     in_a_merge_function: ("reduce", "cond", lambda v: v.sum()),
     in_a_merge_call_without_collectives: ("merge_call", "cond", lambda v: 2 * v),
 }
@@ -211,7 +202,6 @@ HIDDEN = {
 @each_of("case", HIDDEN)
 def test_a_collective_that_only_some_replicas_reach_is_an_error(strategy, case):
     what, control, _ = HIDDEN[case]
-    marked = in_cond if case is in_a_cond_that_does_not_vary else case
 
     def step(p, v):
         return case(p, v)
@@ -222,12 +212,12 @@ def test_a_collective_that_only_some_replicas_reach_is_an_error(strategy, case):
         rf"(Only s|S)ome replicas of `step` would reach the `{what}`", message
     )
     assert f"it is inside a `{control}` whose " in message
-    assert f"\n  the `{what}`: {place(marked, 'collective')}\n" in message
-    assert f"\n  the `{control}`: {place(marked, 'control')}\n" in message
-    assert f" varies since: {place(marked, 'predicate')}\n" in message
+    assert f"\n  the `{what}`: {place(case, 'collective')}\n" in message
+    assert f"\n  the `{control}`: {place(case, 'control')}\n" in message
+    assert f" varies since: {place(case, 'predicate')}\n" in message
     assert "\n    (from argument `p`, a PerReplica)\n" in message
-    assert error.collective_line == place(marked, "collective")
-    assert error.predicate_line == place(marked, "predicate")
+    assert error.collective_line == place(case, "collective")
+    assert error.predicate_line == place(case, "predicate")
 
 
 @pytest.mark.slow
@@ -287,11 +277,6 @@ def from_the_replica_id(batch):
     return chosen, None
 
 
-def from_a_random_key(batch):
-    key = replica().fold_in(jax.random.key(0))  # <- predicate
-    return jax.random.uniform(key) > 0.5, None
-
-
 def from_many_lines_before(batch):
     def scaled(x):
         return x * 2  # <- predicate
@@ -313,13 +298,6 @@ def through_a_scan(batch):
     return first > 1, "batch['x']"
 
 
-def born_in_a_scan(batch):
-    def turn(carry, _):
-        return carry + lax.axis_index(AXIS), None  # <- predicate
-
-    return lax.scan(turn, 0, length=3)[0] > 1, None
-
-
 def through_jit_and_remat(batch):
     @jax.jit
     @jax.checkpoint
@@ -330,11 +308,8 @@ def through_jit_and_remat(batch):
 
 
 ORIGINS = [
-    from_the_replica_id,
-    from_a_random_key,
-    from_many_lines_before,
-]
-ORIGINS += [through_a_scan, born_in_a_scan, through_jit_and_remat]
+    from_the_replica_id, from_many_lines_before, through_a_scan, through_jit_and_remat,
+]  # fmt: skip
 
 
 @each_of("origin", ORIGINS)
@@ -544,15 +519,6 @@ def test_results_are_numpys_and_mirrored_where_all_replicas_get_the_same(four):
         assert is_mirrored is (name in SAME), name
         value = found[name] if is_mirrored else found[name].stacked
         np.testing.assert_allclose(value, wanted, err_msg=name)
-
-
-def test_explanations_tell_what_each_is(four):
-    x = js.PerReplica(jax.ShapeDtypeStruct((N, N), np.float32))
-    topology = js.profiling.Topology(bandwidth=1e9, latency=1e-5, replicas=N)
-    for name, (use, primitive, kind, _) in USES.items():
-        (found,) = four.explain(use, (x,), compiled=False).collectives
-        assert (found.operation, found.kind) == (primitive, kind), name
-        assert topology.fastest(found.kind, 1 << 20) > 0
 
 
 def test_messages_call_a_collective_as_the_user_does(four):

@@ -420,59 +420,6 @@ def merged(fn, *args):
     return js.get_replica_context().merge_call(fn, args)
 
 
-class Momentum:
-    """An optimizer in the style of Keras; its slots are variables, too."""
-
-    def __init__(self, strategy, variables, rate=0.1, momentum=0.5):
-        self.variables, self.rate, self.momentum = variables, rate, momentum
-        with strategy.scope():
-            self.slots = [js.Variable(jnp.zeros(v.shape)) for v in variables]
-            self.steps = js.Variable(0, aggregation="only_first_replica")
-
-    def apply_gradients(self, grads):
-        context = js.get_replica_context()
-        grads = context.all_reduce("sum", grads)
-        return context.merge_call(self.apply, args=(grads,))
-
-    def apply(self, strategy, grads):
-        for v, slot, g in zip(self.variables, self.slots, grads, strict=True):
-            strategy.extended.update(v, self.update, args=(slot, g))
-        return strategy.extended.update(self.steps, lambda n: n.assign_add(1))
-
-    def update(self, v, slot, g):
-        slot.assign(self.momentum * slot + g)
-        v.assign_sub(self.rate * slot)
-
-
-@pytest.mark.slow
-def test_an_optimizer_in_the_style_of_keras_is_numpys(optimized):
-    draw = np.random.default_rng(0)
-    n = optimized.num_replicas_in_sync
-    x, y = draw.normal(size=(n, 4, 3)), draw.normal(size=(n, 4))
-    w, b = np.float32([1.0, 2.0, 3.0]), np.float32(0.5)
-    variables = [variable(optimized, w), variable(optimized, b)]
-    optimizer = Momentum(optimized, variables)
-
-    @optimized.run
-    def step(x, y):
-        def loss():
-            return ((x @ variables[0].value() + variables[1] - y) ** 2).mean() / n
-
-        return optimizer.apply_gradients(js.grad(loss, variables)())
-
-    slots = [np.zeros(3), 0.0]
-    for _ in range(3):
-        step(optimized.per_replica(x), optimized.per_replica(y))
-        wrong = x @ w + b - y
-        grads = 2 * (wrong[..., None] * x).mean((0, 1)), 2 * wrong.mean()
-        slots = [0.5 * slot + g for slot, g in zip(slots, grads, strict=True)]
-        w, b = w - 0.1 * slots[0], b - 0.1 * slots[1]
-    np.testing.assert_allclose(variables[0], w, rtol=1e-4)
-    np.testing.assert_allclose(variables[1], b, rtol=1e-4)
-    assert optimizer.steps == 3
-    optimized.assert_in_sync([v.distributed() for v in variables])
-
-
 def test_a_gradient_that_was_not_reduced_is_refused_with_its_line(two):
     v = variable(two, 1.0, name="v")
 

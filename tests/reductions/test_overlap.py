@@ -10,7 +10,6 @@ import pytest
 from helpers.cases import each_of
 from helpers.reductions import assert_same_bits, collectives, on, ordered, stacked
 from helpers.replicas import replica
-from jax import lax
 from jax.extend.core import Literal
 
 import jaxstrategy as js
@@ -353,30 +352,6 @@ def test_the_strategy_or_the_call_says_how_much_is_packed(four):
     assert times(limited, reduce_dtype="bfloat16") == 1  # half as much
     assert [times(on(4, js.NcclAllReduce(k))) for k in (0, 1, 2, 9)] == [6, 1, 2, 6]
     assert times(on(4, js.NcclAllReduce(1)), bytes_per_pack=640) == 3
-
-
-def test_packs_in_transformed_steps(four):
-    rows = np.random.default_rng(0).normal(size=(4, 3, 2)).astype(np.float32)
-    x = four.per_replica({"x": rows})["x"]
-    total = rows.sum(0)
-
-    def both(v):
-        return replica().all_reduce("sum", {"a": v, "b": 2 * v[..., 0]})
-
-    def mapped(x):
-        return jax.vmap(both)(x)
-
-    def each_of(x):
-        return lax.scan(lambda c, v: (c + both(v)["a"], both(v)), jnp.zeros(2), x)
-
-    for options in (None, CommunicationOptions(implementation="ring")):
-        strategy = on(4, options=options)
-        out = strategy.run(jax.jit(mapped), (x,))
-        np.testing.assert_allclose(out["a"], total, rtol=1e-5)
-        np.testing.assert_allclose(out["b"], 2 * total[:, 0], rtol=1e-5)
-        carry, rest = strategy.run(each_of, (x,))
-        np.testing.assert_allclose(carry, total.sum(0), rtol=1e-5)
-        np.testing.assert_allclose(rest["a"], total, rtol=1e-5)
 
 
 def _kernels(text):

@@ -64,19 +64,6 @@ def test_run_and_merge_call_change_sides(four):
     assert state() == DEFAULT
 
 
-def test_the_same_scope_may_be_entered_again(four):
-    first, second = four.scope(), four.scope()
-    with first:
-        with second:
-            with first:
-                assert state() == CROSS
-            assert js.get_strategy() is four
-        assert state() == CROSS
-    with second:
-        assert js.get_strategy() is four
-    assert state() == DEFAULT
-
-
 def test_another_strategys_scope_inside_is_an_error(two, four):
     with two.scope():
         with pytest.raises(js.errors.ContextError, match="Mixing different Strategy"):
@@ -334,20 +321,6 @@ def test_what_a_replica_knows_of_itself(strategy):
     )
 
 
-def test_all_reduce_of_the_ids(strategy):
-    n = strategy.num_replicas_in_sync
-    ops = ["SUM", "sum", js.ReduceOp.MEAN, "Mean", "min", js.ReduceOp.MAX]
-
-    def step(x):
-        return [replica().all_reduce(op, x) for op in ops]
-
-    found = strategy.run(step, (ids(strategy),))
-    wanted = [of_ids(range(n)) for of_ids in (sum, sum, np.mean, np.mean, min, max)]
-    assert all(isinstance(each, js.Mirrored) for each in found)
-    assert found == wanted
-    assert on_each(strategy, lambda x: step(x)[2], ids(strategy)) == [wanted[2]] * n
-
-
 def test_all_reduce_twice_really_multiplies(two):
     def step(x):
         once = replica().all_reduce("sum", x + 1)
@@ -486,28 +459,6 @@ def test_what_merge_functions_can_do(four):
     assert out["rows"].tolist() == out["all"].tolist() == [0, 1, 2, 3]
     assert [float(v) for v in out["batch"]] == [1.5, 2.0]
     assert (out["text"], out["scope"]) == ("t", 0)
-
-
-def test_merge_call_in_scan_and_in_a_branch_all_replicas_take(four):
-    def total(strategy, v):
-        return strategy.reduce("sum", v)
-
-    def step(i, go):
-        def turn(carry, _):
-            return carry + replica().merge_call(total, (i,)), None
-
-        carry, _ = jax.lax.scan(turn, jnp.zeros(()), None, length=3)
-        branch = jax.lax.cond(
-            go > 0,
-            lambda: replica().merge_call(total, (i,)),
-            lambda: replica().all_reduce("max", i),
-        )
-        return carry, branch
-
-    for go, expected in ((1, 6), (-1, 3)):
-        carry, branch = four.run(step, (ids(four), go))
-        assert (carry, branch) == (18, expected)
-        assert isinstance(branch, js.Mirrored)
 
 
 def test_merge_call_errors(two):

@@ -428,14 +428,6 @@ def test_state_is_divided_over_replicas_and_their_devices():
     assert leaf.reason == "the devices of each replica divide it"
 
 
-def test_variables_lie_over_the_devices_of_each_replica(cores):
-    with cores.scope():
-        v = js.Variable(np.ones((4, 6), np.float32), name="v", sharding=P("core"))
-    found = cores.explain(lambda: v.assign_add(1.0 + v), compiled=False)
-    (leaf,) = found.sharding.leaves
-    assert (leaf.path, leaf.nbytes, leaf.device_bytes) == ("variable 'v'", 96, 48)
-
-
 def test_types_say_where_arrays_would_lie(cores):
     types = {
         name: jax.ShapeDtypeStruct(

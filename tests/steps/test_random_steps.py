@@ -203,7 +203,7 @@ def program(seed):
     draw = np.random.default_rng(seed)
     lines = [(None, name) for name in SIMPLE]
     for holder in HOLDERS:
-        lines += [(holder, name) for name in ("id", "count", draw.choice([*SIMPLE]))]
+        lines += [(holder, name) for name in ("id", "count", "merge_call")]
     draw.shuffle(lines)
     return [(*line, *draw.integers(0, 99, 2)) for line in lines]
 

@@ -262,26 +262,6 @@ def test_a_copy_keeps_the_parameter_device():
     assert variable(twin, 1.0).devices == (jax.devices()[5],)
 
 
-def test_several_steps_in_one_function_of_the_users_are_refused():
-    strategy = central()
-    v = variable(strategy, 1.0, name="kept")
-
-    @jax.jit
-    def several(x):
-        return strategy.run(lambda x: v.assign_add(x), (x,))
-
-    with pytest.raises(js.errors.PlacementError, match="'kept' lives on cpu:0, not on"):
-        several(2.0)
-    with pytest.raises(js.errors.PlacementError, match="Call the step outside, or"):
-        jax.lax.scan(
-            lambda c, _: (strategy.run(lambda x: v.assign_add(x), (c,)), None),
-            1.0,
-            length=2,
-        )
-    assert v.value() == 1.0
-    assert strategy.run(lambda x: v.assign_add(x), (2.0,)) == 3.0
-
-
 def held(marked):
     """How many arrays of `marked` numbers lie on each device, by its id."""
     gc.collect()

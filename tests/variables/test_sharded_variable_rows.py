@@ -93,24 +93,6 @@ def test_long_rows_are_shortened():
 FIVE = np.arange(1, 11, dtype=np.float32).reshape(5, 2)
 
 
-@pytest.mark.slow
-@each_of("combiner", ["mean", "sqrtn"])
-def test_groups_are_those_of_a_loop(combiner):
-    table = sharded(FIVE, [1, 4])
-    groups = np.array([[4, 0, -1], [-1, -1, -1], [2, 2, 3]])
-    weights = np.array([[1, 2, 9], [1, 1, 1], [0.5, 3, 1]], np.float32)
-    want = np.zeros((3, 2))
-    for row, (ids, each) in enumerate(zip(groups, weights, strict=True)):
-        kept = ids >= 0
-        if not kept.any():
-            continue
-        total = (FIVE[ids[kept]] * each[kept, None]).sum(0)
-        divisors = each[kept].sum(), np.sqrt((each[kept] ** 2).sum())
-        want[row] = total / divisors[combiner == "sqrtn"]
-    found = embedding_lookup(table, groups, combiner=combiner, weights=weights)
-    np.testing.assert_allclose(found, want, rtol=1e-6)
-
-
 @each_of(
     "choices, text",
     [
