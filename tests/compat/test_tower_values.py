@@ -102,9 +102,19 @@ def test_unwrap(d):
         assert d.unwrap(plain)[0] is plain and len(d.unwrap(plain)) == 1
 
 
-def test_map_is_not_supported():
-    with pytest.raises(NotImplementedError, match="`map` is not supported"):
-        mirrored(2).map(range(3), abs)
+def test_map_and_reduce():
+    for n in [1, 2]:
+        d = mirrored(n)
+        with d.scope():
+            found = d.map(range(10), lambda x, y: x * y, 2)
+            total = d.reduce(SUM, found)
+            assert devices(total) == list(range(n)) and unwrapped(d, total) == [90] * n
+            assert unwrapped(d, d.reduce("mean", found, "CPU:1")) == [9.0]
+            of_towers = [
+                [2 * i for i in range(10) if i % n == tower] for tower in range(n)
+            ]
+            assert d.unwrap(found) == of_towers
+            assert repr(found) == f"MapOutput(10 elements on {n} towers)"
 
 
 def test_parameter_servers_of_one_process(monkeypatch):

@@ -72,6 +72,7 @@ NEED_A_SCOPE = {
     "unwrap": lambda d, v: d.unwrap(1.0),
     "group": lambda d, v: d.group(1.0),
     "worker_device_index": lambda d, v: d.worker_device_index,
+    "map": lambda d, v: d.map([1], lambda x: x),
     "fetch": lambda d, v: d.fetch(1.0),
     "colocate_vars_with": lambda d, v: d.colocate_vars_with(v),
 }

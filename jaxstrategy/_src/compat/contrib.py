@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, Self, final
+from typing import Any, Self, final
 
 import jax
 from jax.core import Tracer
@@ -110,6 +112,31 @@ def _require_equal(method: str, arguments: PyTree) -> None:
 
 
 @final
+@dataclasses.dataclass(frozen=True)
+class MapOutput:
+    """What `map` returns, for `reduce` and `unwrap`: a result for each element."""
+
+    results: list[PyTree]
+    num_towers: int
+
+    def reduced(self, op: ReduceOp) -> PyTree:
+        """The sum or the mean over all elements."""
+        if not self.results:
+            raise ValueError(
+                "`map` was given no elements, so there is nothing to reduce."
+            )
+
+        def total(*leaves: Any) -> Any:
+            added = functools.reduce(operator.add, leaves)
+            return added / len(leaves) if OPERATIONS[op].divides else added
+
+        return jax.tree.map(total, *self.results)
+
+    def __repr__(self) -> str:
+        return f"MapOutput({len(self.results)} elements on {self.num_towers} towers)"
+
+
+@final
 class MultiStepContext(inputs.MultiStepContext):
     """Named outputs of the last of several steps.
 
@@ -167,12 +194,14 @@ class DistributionStrategy(OlderStrategy):
         kwargs.pop("run_concurrently", None)
         return self._core.run(fn, args, kwargs)
 
-    def map(self, map_over: object, fn: object, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises `NotImplementedError`."""
-        raise NotImplementedError(
-            "`map` is not supported. Call the function for each element, and add up "
-            "the results."
-        )
+    def map(
+        self, map_over: Iterable[Any], fn: Function, *args: PyTree, **kwargs: Any
+    ) -> MapOutput:
+        """Calls `fn(element, *args, **kwargs)` for each element, outside of towers."""
+        _require_cross_tower(self, "map")
+        require_function("map", fn)
+        results = [fn(element, *args, **kwargs) for element in map_over]
+        return MapOutput(results, self.num_towers)
 
     # Values.
 
@@ -195,6 +224,8 @@ class DistributionStrategy(OlderStrategy):
         """One value from those of all towers, as today's `reduce` and `reduce_to`."""
         _require_cross_tower(self, "reduce")
         op = _operation_of(aggregation)
+        if isinstance(value, MapOutput):
+            return self.broadcast(value.reduced(op), destinations)
         if destinations is None:
             return self._core.reduce(op, value)
         return self._core.extended.reduce_to(op, value, destinations)
@@ -216,6 +247,8 @@ class DistributionStrategy(OlderStrategy):
     def unwrap(self, value: PyTree) -> list[PyTree]:
         """The versions of this process's towers, a list; `[value]` of a plain one."""
         _require_cross_tower(self, "unwrap")
+        if isinstance(value, MapOutput):
+            return [value.results[i :: self.num_towers] for i in range(self.num_towers)]
         is_array = isinstance(value, jax.Array) and not isinstance(value, Tracer)
         if is_array and len(value.sharding.device_set) == 1:
             return [value]
@@ -443,10 +476,10 @@ class DefaultDistributionStrategy(
     def reduce(
         self, aggregation: Any, value: PyTree, destinations: Any = None
     ) -> PyTree:
-        """`value` as it is."""
+        """`value` as it is; of what `map` gave, the sum or the mean of all elements."""
         _require_cross_tower(self, "reduce")
-        _operation_of(aggregation)
-        return value
+        op = _operation_of(aggregation)
+        return value.reduced(op) if isinstance(value, MapOutput) else value
 
     def batch_reduce(
         self, aggregation: Any, value_destination_pairs: Sequence[tuple[PyTree, Any]]
