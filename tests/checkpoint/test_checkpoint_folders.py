@@ -108,7 +108,7 @@ def test_links_never_stop_later_saves(two, tmp_path, name, target):
         assert away.read_text() == "kept"
 
 
-@each_of("put", [os.mkdir, lambda path: path.symlink_to(path)])
+@each_of("put", [os.mkdir, os.mkfifo, lambda path: path.symlink_to(path)])
 def test_a_record_that_is_no_file_is_damage(two, tmp_path, put):
     folder = shutil.copytree(two, tmp_path / "checkpoints")
     (folder / "2" / RECORD).unlink()

@@ -114,7 +114,11 @@ class LocalFiles:
 
     @_patient
     def text(self, path: PathOrText) -> str:
-        with open(path, encoding="utf-8", opener=os.open) as file:
+        # To open a pipe otherwise would wait for its other end.
+        def opened(path: str, flags: int) -> int:
+            return os.open(path, flags | os.O_NONBLOCK)
+
+        with open(path, encoding="utf-8", opener=opened) as file:
             return file.read()
 
     @_patient
