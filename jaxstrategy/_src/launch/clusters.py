@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
 
 from jaxstrategy._src.cluster.resolvers.cluster_spec import host_and_port
 from jaxstrategy._src.launch.options import (
@@ -17,6 +18,8 @@ from jaxstrategy._src.launch.options import (
 )
 from jaxstrategy._src.processes.exit_codes import ExitCode
 from jaxstrategy._src.processes.secret import HOW_TO_MAKE_ONE, VARIABLE as SECRET
+
+Yaml: TypeAlias = Any
 
 # Slurm.
 
@@ -218,68 +221,7 @@ _JOBSET = """\
 #     kubectl create secret generic {name}-cluster-secret --from-file=secret=/dev/stdin
 # Then `kubectl apply -f` this file. A pod that fails starts all of them again, up to
 # maxRestarts times; after exit code {never} starting again would not mend it, and
-# after {always} the state is saved, so that a new pod goes on.
-apiVersion: jobset.x-k8s.io/v1alpha2
-kind: JobSet
-metadata:
-  name: "{name}"
-spec:
-{success}  failurePolicy:
-    maxRestarts: {max_restarts}
-    rules:
-    - name: no-restart
-      action: FailJobSet
-      onJobFailureReasons: [PodFailurePolicy]
-  replicatedJobs:
-{jobs}"""
-
-# The job is over when the script is.
-_SUCCESS = """\
-  successPolicy:
-    operator: All
-    targetReplicatedJobs: [chief]
-"""
-
-_JOB = """\
-  - name: {job}
-    replicas: 1
-    template:
-      spec:
-        completionMode: Indexed
-        completions: {count}
-        parallelism: {count}
-        {failures}
-        template:
-          spec:
-            {pod}
-            containers:
-            - name: main
-              image: IMAGE
-              command: [{command}]
-              ports:
-              - containerPort: {port}
-{resources}              env:
-{environment}"""
-
-_ALL_AGAIN = """backoffLimit: 0
-        podFailurePolicy:
-          rules:
-          - action: FailJob
-            onExitCodes: {{operator: In, values: [{never}]}}
-          - action: Ignore
-            onExitCodes: {{operator: In, values: [{always}]}}"""
-_ITSELF_AGAIN = "backoffLimit: 1000000"
-
-# With the time to save in when a pod is moved.
-_RUN_ONCE = """restartPolicy: Never
-            terminationGracePeriodSeconds: 120"""
-_RUN_AGAIN = """restartPolicy: OnFailure
-            terminationGracePeriodSeconds: 10"""
-
-_RESOURCES = """\
-              resources:
-                limits:
-                  nvidia.com/gpu: {gpus}
+# after {always} the state is saved, so that a new pod goes on.{manifest}
 """
 
 
@@ -289,24 +231,29 @@ def manifest(options: Options) -> str:
     kinds = job_tasks(options)
     every = [task for tasks in kinds.values() for task in tasks]
     hosts = {t: f"{name}-{t.job}-0-{t.index}.{name}:{_PORT}" for t in every}
+    fails = {"name": "no-restart", "action": "FailJobSet"}
+    fails["onJobFailureReasons"] = "[PodFailurePolicy]"
+    spec: dict[str, Yaml] = {
+        "failurePolicy": {"maxRestarts": options.max_restarts, "rules": [fails]},
+        "replicatedJobs": [_job(options, name, hosts, of) for of in kinds.values()],
+    }
+    if options.workers is not None:  # it is over when the script is
+        spec["successPolicy"] = {"operator": "All", "targetReplicatedJobs": "[chief]"}
+    head = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet"}
     return _JOBSET.format(
         how_to_make_one=HOW_TO_MAKE_ONE,
         name=name,
         never=_listed(NEVER_AGAIN),
         always=_listed(ALWAYS_AGAIN),
-        success="" if options.workers is None else _SUCCESS,
-        max_restarts=options.max_restarts,
-        jobs="".join(_job(options, name, hosts, tasks) for tasks in kinds.values()),
+        manifest=_yaml({**head, "metadata": {"name": _quoted(name)}, "spec": spec}),
     )
 
 
 def _job(
     options: Options, name: str, hosts: dict[JobTask, str], tasks: Sequence[JobTask]
-) -> str:
+) -> Yaml:
     """The pods of one kind."""
     task, port = tasks[0], _PORT
-    variables = task.variables(options)
-    secret = f'secretKeyRef: {{name: "{name}-cluster-secret", key: secret}}'
     if task.job == "process":
         coordinator = options.coordinator or hosts[task]
         port = host_and_port(coordinator)[1]
@@ -322,39 +269,61 @@ def _job(
         config = tf_config(hosts, task).replace('"index": 0}', '"index": $(INDEX)}')
         environment = {
             "INDEX": _annotation(_INDEX),
-            "TF_CONFIG": f"value: {_quoted(config)}",
+            "TF_CONFIG": {"value": _quoted(config)},
         }
-    environment |= {key: _value(text) for key, text in variables.items()}
-    environment[SECRET] = f"valueFrom:\n                  {secret}"
-    # Others than the script are started again by themselves, whenever they end.
-    is_counted = task.job in ("process", "chief")
-    gpus = task.gpus(options)
-    return _JOB.format(
-        job=task.job,
-        count=len(tasks),
-        failures=_ALL_AGAIN.format(
-            never=_listed(NEVER_AGAIN), always=_listed(ALWAYS_AGAIN)
-        )
-        if is_counted
-        else _ITSELF_AGAIN,
-        pod=_RUN_ONCE if is_counted else _RUN_AGAIN,
-        command=", ".join(map(_literal, ("python", *task.program(options)))),
-        port=port,
-        resources=_RESOURCES.format(gpus=gpus) if gpus else "",
-        environment="".join(
-            f"              - name: {key}\n                {text}\n"
-            for key, text in environment.items()
-        ),
-    )
+    variables = task.variables(options).items()
+    environment |= {key: _value(text) for key, text in variables}
+    key = {"name": _quoted(f"{name}-cluster-secret"), "key": "secret"}
+    environment[SECRET] = {"valueFrom": {"secretKeyRef": key}}
+    command = map(_literal, ("python", *task.program(options)))
+    container: dict[str, Yaml] = {
+        "name": "main",
+        "image": "IMAGE",
+        "command": f"[{', '.join(command)}]",
+        "ports": [{"containerPort": port}],
+        "env": [{"name": key, **source} for key, source in environment.items()],
+    }
+    if gpus := task.gpus(options):
+        container["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
+    job: dict[str, Yaml] = {
+        "completionMode": "Indexed",
+        "completions": len(tasks),
+        "parallelism": len(tasks),
+    }
+    pod = {"restartPolicy": "Never", "terminationGracePeriodSeconds": 120}
+    if task.job in ("process", "chief"):
+        actions = {"FailJob": NEVER_AGAIN, "Ignore": ALWAYS_AGAIN}
+        rules = [
+            {"action": action, "onExitCodes": f"{{operator: In, values: [{values}]}}"}
+            for action, values in zip(
+                actions, map(_listed, actions.values()), strict=True
+            )
+        ]
+        job |= {"backoffLimit": 0, "podFailurePolicy": {"rules": rules}}
+    else:  # it is started again by itself, whenever it ends
+        job["backoffLimit"] = 1000000
+        pod = {"restartPolicy": "OnFailure", "terminationGracePeriodSeconds": 10}
+    job["template"] = {"spec": {**pod, "containers": [container]}}
+    return {"name": task.job, "replicas": 1, "template": {"spec": job}}
 
 
-def _value(text: str) -> str:
-    return f"value: {_literal(text)}"
+def _yaml(value: Yaml, line: str = "\n") -> str:
+    """It in YAML, where text stands as it is; `line` begins a line."""
+    deeper = f"{line}  "
+    if isinstance(value, dict):
+        return "".join(f"{line}{k}:{_yaml(each, deeper)}" for k, each in value.items())
+    if isinstance(value, list):
+        return "".join(f"{line}- {_yaml(each, deeper).lstrip()}" for each in value)
+    return f" {value}"
 
 
-def _annotation(name: str) -> str:
-    path = f"metadata.annotations['{name}']"
-    return f"valueFrom:\n                  fieldRef: {{fieldPath: {_quoted(path)}}}"
+def _value(text: str) -> Yaml:
+    return {"value": _literal(text)}
+
+
+def _annotation(name: str) -> Yaml:
+    path = _quoted(f"metadata.annotations['{name}']")
+    return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
 def _literal(text: str) -> str:
