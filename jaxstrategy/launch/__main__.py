@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from jaxstrategy._src.errors import ClusterError, MissingExtraError
 from jaxstrategy._src.launch import clusters
 from jaxstrategy._src.launch.child_process import signal_name
-from jaxstrategy._src.launch.local import Asked, Events, Job, RoleJob, ThisMachine
+from jaxstrategy._src.launch.local import Events, Job, RoleJob, ThisMachine
 from jaxstrategy._src.launch.options import Options, parse
 from jaxstrategy._src.launch.ray import RayMachines
 
@@ -43,11 +43,10 @@ def _not_started(error: Exception, events: Events) -> int:
     if events.empty():
         print(f"jaxstrategy.launch: error: {error}", file=sys.stderr)
         return 1
-    event = events.get()
-    assert isinstance(event, Asked)  # no worker was there that could have ended
-    name = signal_name(event.signal)
-    print(f"jaxstrategy.launch: stopped by {name}", file=sys.stderr)
-    return 128 + event.signal
+    number = events.get()
+    assert isinstance(number, int)  # no worker was there that could have ended
+    print(f"jaxstrategy.launch: stopped by {signal_name(number)}", file=sys.stderr)
+    return 128 + number
 
 
 def _print(kind: str, options: Options) -> int:
@@ -68,7 +67,7 @@ def _print(kind: str, options: Options) -> int:
 def _signals_to(events: Events) -> Iterator[None]:
     """Make events of SIGINT and SIGTERM; gives back the old handlers."""
     old = {
-        number: signal.signal(number, lambda number, _: events.put(Asked(number)))
+        number: signal.signal(number, lambda number, _: events.put(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:

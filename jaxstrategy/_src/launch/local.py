@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
+import contextlib
 import functools
 import heapq
 import math
@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol, final
+from typing import NamedTuple, Protocol, final
 
 from jaxstrategy._src.cluster.resolvers import environment as _environment
 from jaxstrategy._src.cluster.resolvers.environment import VARIABLE as TF_CONFIG
@@ -53,24 +53,15 @@ _DRAIN_SECONDS = 2.0
 _ROOM_SECONDS = 2.0  # that a cluster gets to find room that is there
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """A process is over, with a code as `subprocess` gives it."""
 
     rank: int
     code: int
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """The launcher was sent a signal."""
-
-    signal: int
-
-
-Events = queue.SimpleQueue[Ended | Asked]  # its `put` may be called by signal handlers
+Events = queue.SimpleQueue[Ended | int]
+"""Ends of processes and signals to the launcher, whose handlers may call `put`."""
 
 
 class NoRoomError(ClusterError):
@@ -86,18 +77,11 @@ class Machines(Protocol):
     def start(
         self, processes: int, attempt: Mapping[str, str], room_seconds: float
     ) -> Mapping[int, StartedProcess]:
-        """Start processes, whose ends are events; by rank.
-
-        Raises:
-          NoRoomError: there is none for them within that time.
-        """
+        """Start processes, by rank; or raise `NoRoomError` if there is none in time."""
         ...
 
     def release(self) -> None:
         """Give back what the processes of an attempt had, once all have ended."""
-
-    def close(self) -> None:
-        """End whatever is left."""
 
 
 @final
@@ -266,12 +250,12 @@ class Processes:
                 return event
             case None if time.monotonic() < self._deadline:
                 return None
-            case Asked(number) if self.asked is None:
-                self.asked = number
+            case int() if self.asked is None:
+                self.asked = event
                 self.end_within(self._options.stop_grace)
                 for worker in self.workers.values():
                     if worker.task.runs_script:
-                        worker.process.send(number)
+                        worker.process.send(event)
             case _:  # asked twice, or too late
                 self._deadline = math.inf
                 for worker in self.workers.values():
@@ -443,21 +427,17 @@ class Job:
 
     def run(self) -> int:
         """The exit code of the last attempt."""
-        try:
-            return self._run()
-        finally:
+        with contextlib.ExitStack() as stack:
             if self._nodes is not None:
-                self._nodes.close()
-
-    def _run(self) -> int:
-        processes = self._options.processes
-        attempts = [self._attempt(0, processes)]
-        while self._goes_on(attempts[-1]):
-            processes = self._next_count(attempts[-1])
-            number = len(attempts)
-            started = with_noun(processes, "process")
-            self._screens.say(f"starting {started} again: attempt {number}")
-            attempts.append(self._attempt(number, processes))
+                stack.callback(self._nodes.close)
+            processes = self._options.processes
+            attempts = [self._attempt(0, processes)]
+            while self._goes_on(attempts[-1]):
+                processes = self._next_count(attempts[-1])
+                number = len(attempts)
+                started = with_noun(processes, "process")
+                self._screens.say(f"starting {started} again: attempt {number}")
+                attempts.append(self._attempt(number, processes))
         if self._options.summary is not None:
             try:
                 with open(self._options.summary, "w", encoding="utf-8") as file:
@@ -479,28 +459,10 @@ class Job:
             return processes
         return max(processes - 1, least)
 
-    def _started(self, number: int, processes: int) -> Mapping[int, StartedProcess]:
-        """The processes, or as many fewer as there is room for and as may be."""
-        options, told = self._options, {_environment.ATTEMPT: str(number)}
-        if options.nodes == 1:  # else it is the same one for all launchers
-            told |= self._secret.variables()
-        least = processes if number == 0 else options.min_processes or processes
-        wait = max(options.wait_for_replacement, _ROOM_SECONDS)
-        while processes > least:
-            told[_environment.NUM_PROCESSES] = str(options.nodes * processes)
-            try:
-                return self._machines.start(processes, told, wait)
-            except NoRoomError:
-                self._screens.say(
-                    f"there is no room for {with_noun(processes, 'process')}, starting "
-                    "one fewer"
-                )
-            processes, wait = processes - 1, _ROOM_SECONDS
-        told[_environment.NUM_PROCESSES] = str(options.nodes * processes)
-        return self._machines.start(processes, told, options.ray_wait)
-
     def _attempt(self, number: int, processes: int) -> Attempt:
+        """An attempt of so many processes, or of as many fewer as there is room for."""
         options, can_grow = self._options, lambda: True
+        least = options.min_processes if number else None
         if (nodes := self._nodes) is not None:
             met = nodes.meet()
             options.nodes, options.node_rank, options.coordinator, number = met
@@ -508,8 +470,24 @@ class Job:
                 there = f"{options.nodes} of {self._most_nodes} machines"
                 self._screens.say(f"attempt {number} is on {there}")
             can_grow = lambda: bool(nodes.waiting())  # noqa: E731
+        told = {_environment.ATTEMPT: str(number)}
+        if options.nodes == 1:  # else it is the same one for all launchers
+            told |= self._secret.variables()
+        wait = max(options.wait_for_replacement, _ROOM_SECONDS)
+        started = None
         try:
-            started = self._started(number, processes)
+            while started is None:
+                told[_environment.NUM_PROCESSES] = str(options.nodes * processes)
+                is_least = least is None or processes <= least
+                seconds = options.ray_wait if is_least else wait
+                try:
+                    started = self._machines.start(processes, told, seconds)
+                except NoRoomError:
+                    if is_least:
+                        raise
+                    there_is = f"there is no room for {with_noun(processes, 'process')}"
+                    self._screens.say(f"{there_is}, starting one fewer")
+                    processes, wait = processes - 1, _ROOM_SECONDS
             is_small = len(started) < options.processes
             is_small |= options.nodes < self._most_nodes and not options.node_rank
             attempt = Attempt(options, self._events, self._screens, is_small, can_grow)
