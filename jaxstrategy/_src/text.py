@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import html
+import importlib.util
 import linecache
 import operator
 import os
@@ -16,8 +17,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Protocol, SupportsIndex, TypeAlias, cast
-
-import jax
 
 Cell: TypeAlias = str | int | float
 """A cell of a table. What is between backquotes is set as code."""
@@ -248,9 +247,11 @@ def _folder(path: str) -> str:
 
 
 # Frames of these packages are machinery: a user cannot change them.
-_MACHINERY = (
-    _folder(os.path.dirname(str(jax.__file__))),
-    _folder(str(Path(__file__).parents[1])),
+_JAX = importlib.util.find_spec("jax")  # not imported: the launcher needs no JAX
+_MACHINERY = tuple(
+    _folder(os.path.dirname(str(file)))
+    for file in (_JAX and _JAX.origin, Path(__file__).parent)
+    if file is not None
 )
 # Other people's code, which a user would rather not be sent to.
 _LIBRARIES = tuple(
