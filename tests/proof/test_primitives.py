@@ -1,7 +1,4 @@
-"""What is known of each primitive: JAX's own by a table, others by their lowering.
-
-Whatever is not known is not called mirrored, and does not hide a deadlock.
-"""
+"""What is known of each primitive: JAX's own by a table, others by their lowering."""
 
 import re
 

@@ -1,7 +1,4 @@
-"""Which results are proved equal on all replicas: exact where it matters, never wrong.
-
-Every result that the analysis calls mirrored is compared on the devices, bit by bit.
-"""
+"""Which results are proved equal on all replicas: never wrong, compared bit by bit."""
 
 import functools
 

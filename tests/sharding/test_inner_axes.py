@@ -1,7 +1,4 @@
-"""Replicas with several devices each: values, variables, collectives; where all lies.
-
-The oracle is NumPy, or the same step with one device for each replica.
-"""
+"""Replicas with several devices each: values, variables, collectives, and places."""
 
 import jax
 import jax.numpy as jnp
@@ -111,29 +108,6 @@ def test_own_copies_stay_over_the_cores():
     copies = js.optax.own_copies({"w": w}, strategy=strategy)["w"]
     assert lies(copies) == P("replica", None, "core")
     np.testing.assert_array_equal(copies.stacked, np.stack([W] * 4))
-
-
-@pytest.mark.slow
-def test_compression_states_lie_as_what_is_reduced():
-    strategy = cored()
-    options = js.experimental.CommunicationOptions(compression="int8")
-    given = over(strategy, drawn(4, 64, 32), "replica", None, "core")
-    params = {"w": over(strategy, drawn(64, 32), None, "core"), "b": np.float32(1)}
-    state = strategy.compression_state(params, options)
-    assert lies(state.errors["w"]) == P("replica", None, "core")
-    assert state.errors["b"] is None
-
-    def step(gradients, state):
-        return replica().all_reduce_compressed("sum", gradients, state, options)
-
-    gradients = {"w": js.PerReplica(given), "b": strategy.mirror(1.0)}
-    for _ in range(2):
-        sums, state = strategy.run(step, (gradients, state))
-        error = np.sum(np.stack(state.errors["w"].values), 0)
-        # What was not sent now is owed, no more and no less.
-        wanted = np.sum(given, 0)
-        np.testing.assert_allclose(sums["w"], wanted, atol=0.2)
-        assert np.abs(error).max() < 0.2
 
 
 # Variables of replicas with several devices: they lie over these as they were made.

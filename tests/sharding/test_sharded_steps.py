@@ -1,7 +1,4 @@
-"""Steps under `StateSharding`: the same numbers, in parts.
-
-Oracles: arithmetic, the same step on one device, and the same on whole state.
-"""
+"""Steps under `StateSharding`: the same numbers, in parts."""
 
 import functools
 from typing import Any

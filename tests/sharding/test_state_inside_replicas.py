@@ -1,8 +1,4 @@
-"""`strategy.init` with devices inside a replica: where arrays lie, what does not fit.
-
-The oracle of values is the same function outside of any strategy, that of placements is
-what the user wrote.
-"""
+"""`strategy.init` with devices inside a replica: where arrays lie, what is refused."""
 
 import flax.linen as nn
 import jax

@@ -1,6 +1,5 @@
 """Steps over the devices of each replica: numbers, placement, what is refused."""
 
-import functools
 import re
 
 import flax.linen as nn
@@ -28,74 +27,11 @@ def over(strategy, array, *spec):
     return jax.device_put(array, NamedSharding(strategy.mesh, P(*spec)))
 
 
-TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
-
-
 def start():
     rng = np.random.default_rng(0)
     shapes = {"up": (16, 32), "down": (32, 8), "bias": 32}
     params = {name: rng.normal(size=size).astype(F32) for name, size in shapes.items()}
     return params, rng.normal(size=(8, 16)).astype(F32)
-
-
-def loss_of(params, x, constrain=lambda hidden: hidden):
-    hidden = constrain(jnp.tanh(x @ params["up"] + params["bias"][None]))
-    return ((hidden @ params["down"]) ** 2).mean()
-
-
-def step_of_state(state, x):
-    params, memory = state
-
-    def loss(params):
-        return loss_of(
-            params, x, lambda h: lax.with_sharding_constraint(h, P(None, "core"))
-        )
-
-    found = jax.value_and_grad(loss)(params)
-    value, grads = js.get_replica_context().all_reduce("mean", found)
-    updates, memory = TX.update(grads, memory, params)
-    return (optax.apply_updates(params, updates), memory), value
-
-
-@functools.cache
-def one_device_after(steps):
-    params, x = start()
-    memory = TX.init(params)
-    for _ in range(steps):
-        value, grads = jax.jit(jax.value_and_grad(loss_of))(params, x)
-        updates, memory = TX.update(grads, memory, params)
-        params = optax.apply_updates(params, updates)
-    return params, value
-
-
-WHOLE = {"up": P(None, "core"), "down": P("core"), "bias": P()}
-DIVIDED = {
-    "up": P("replica", "core"),
-    "down": P("core", "replica"),
-    "bias": P("replica"),
-}
-
-
-@pytest.mark.slow
-@each_of("shard", [None, "state"])
-def test_state_lies_over_cores_and_replicas_and_numbers_are_one_devices(shard):
-    sharding = None if shard is None else js.StateSharding(shard, min_bytes=0)
-    strategy = strategy_of(2, sharding=sharding)
-    params, x = start()
-    params = {n: over(strategy, w, *WHOLE[n]) for n, w in params.items()}
-    state = strategy.mirror((params, TX.init(params)))
-    x = strategy.per_replica([*x.reshape(4, 2, 16)])
-    for _ in range(3):
-        state, value = strategy.run(step_of_state, (state, x))
-    params, wanted = one_device_after(3)
-    np.testing.assert_allclose(value, wanted, rtol=1e-5)
-    for name, array in state[0].items():
-        np.testing.assert_allclose(array, params[name], atol=2e-5)
-    moments = state[1][1][0].mu
-    parameters = DIVIDED if shard == "state" else WHOLE
-    assert {n: a.sharding.spec for n, a in state[0].items()} == parameters
-    memory = WHOLE if shard is None else DIVIDED
-    assert {n: a.sharding.spec for n, a in moments.items()} == memory
 
 
 def test_bfloat16_is_summed_in_float32_where_xla_would_end_the_process():

@@ -1,7 +1,4 @@
-"""`TPUStrategy`, topologies and device assignments have the numbers of TensorFlow.
-
-`oracle/tpu_assignments.json` holds what TensorFlow 2.21 made of the same arguments.
-"""
+"""`TPUStrategy`, topologies and device assignments have the numbers of TensorFlow."""
 
 import re
 

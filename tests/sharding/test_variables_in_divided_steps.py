@@ -1,7 +1,4 @@
-"""Steps over variables of which each replica keeps a part.
-
-The oracle is a loop on the host over the whole batch, with `jax.grad` and NumPy.
-"""
+"""Steps over variables of which each replica keeps a part."""
 
 import functools
 

@@ -1,7 +1,4 @@
-"""What functions capture, defined anew or not, is never stale and compiled once.
-
-The oracle is NumPy, or the same steps in plain Python.
-"""
+"""What functions capture, defined anew or not, is never stale and compiled once."""
 
 import functools
 import gc

@@ -1,7 +1,4 @@
-"""Steps that are compiled before they are called do what the step does, or say why not.
-
-The oracle is NumPy, and the number of programs that XLA was asked for.
-"""
+"""Steps that are compiled before they are called: the same numbers, or why not."""
 
 import contextlib
 import hashlib

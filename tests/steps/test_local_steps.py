@@ -245,18 +245,6 @@ def test_whole_numbers_that_differ_are_told(two):
         two.local_steps(count)(given(two, data(2, 2)))
 
 
-def test_other_strategies_take_local_steps():
-    batches = data(1, 2)
-    for strategy in (js.OneDeviceStrategy("CPU:3"), js.get_strategy()):
-        one = tuple(of(batch, 0) for batch in batches)
-        have, _ = strategy.local_steps(train)(start(), one)
-        assert_close(have, workers(train, start(), batches, 1)[0])
-    central = js.experimental.CentralStorageStrategy(jax.devices()[:2])
-    batches = data(2, 2)
-    have, _ = central.local_steps(train)(start(), given(central, batches))
-    assert_close(have, workers(train, start(), batches, 2)[0])
-
-
 def test_what_is_sent_by_hand_is_refused(two):
     def step(w, batch):
         return w - jax.lax.pmean(batch["y"].sum(), "replica")

@@ -1,7 +1,4 @@
-"""Every public method of a strategy, by itself and in functions that JAX traces.
-
-Each gives what it gives outside, or says in our words why it cannot.
-"""
+"""Every public method of a strategy, by itself and in functions that JAX traces."""
 
 import jax
 import jax.numpy as jnp

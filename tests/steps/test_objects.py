@@ -1,7 +1,4 @@
-"""Objects of Flax NNX, and models that are pytrees, in steps.
-
-The oracle is the same model trained with Flax alone on one device, or NumPy.
-"""
+"""Objects of Flax NNX, and models that are pytrees, in steps."""
 
 import functools
 import gc

@@ -1,8 +1,4 @@
-"""Plans of a step: what `js.plan` says of layouts, against the step compiled by hand.
-
-The oracles are XLA's `memory_analysis` of `strategy.compile`, the bytes of live arrays,
-and a plain loop of NumPy.
-"""
+"""What `js.plan` says of layouts, against the step compiled by hand."""
 
 import functools
 import os

@@ -32,11 +32,7 @@ from jaxstrategy._src.tracing.stages import stages
 
 @contextlib.contextmanager
 def each_call(called: Callable[[str, FrameType], object]) -> Iterator[None]:
-    """Tells `called` of each `"call"` of Python and `"c_call"` of C in the block.
-
-    Nothing that came before plays a part: JAX has a function called at each garbage
-    collection, and with an old jaxlib the sixteenth step in flight waits for eight.
-    """
+    """Tells `called` of each `"call"` of Python and `"c_call"` of C in the block."""
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
         if event in ("call", "c_call"):

@@ -1,7 +1,4 @@
-"""Random small steps, on any layout and eagerly, give the numbers of plain NumPy.
-
-A program is a list of operations on values of each replica, `[replica, ROWS]` in NumPy.
-"""
+"""Random small steps, on any layout and eagerly, give the numbers of plain NumPy."""
 
 import contextlib
 import functools
@@ -11,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import chosen, each_of
+from helpers.inputs import ranged, real
 from helpers.replicas import replica
 from jax import lax
 
@@ -53,22 +51,22 @@ class Ours:
     """The operations, of one replica in a step."""
 
     def __init__(self, strategy):
+        def variable(**kind):
+            return js.Variable(np.zeros(ROWS, np.float32), **kind)
+
         with strategy.scope():
             self.variables = {
-                name: js.Variable(np.zeros(ROWS, np.float32), aggregation=how)
-                for name, how in AGGREGATIONS.items()
+                name: variable(aggregation=how) for name, how in AGGREGATIONS.items()
             }
-            self.equal = js.Variable(np.zeros(ROWS, np.float32))
-            self.own = js.Variable(
-                np.zeros(ROWS, np.float32), synchronization="on_read", aggregation="sum"
-            )
+            self.equal = variable()
+            self.own = variable(synchronization="on_read", aggregation="sum")
 
     def reduced(self, op, x):
         return replica().all_reduce(op, x)
 
     def in_groups(self, x):
         n = replica().num_replicas_in_sync
-        groups = np.arange(n).reshape(-1, min(n, 2)).tolist()
+        groups = np.arange(n).reshape(min(n, 2), -1).T.tolist()
         return replica().all_reduce("sum", x, groups=groups)
 
     def last(self, x):
@@ -100,7 +98,7 @@ class Ours:
 
     def count(self, x):
         self.equal.assign_add(self.reduced("mean", x))
-        lax.cond(x[0] > 0, lambda: self.own.assign_add(x), lambda: self.own.value())
+        lax.cond(x[0] > 0.1, lambda: self.own.assign_add(x), lambda: self.own.value())
         return self.equal.value() + self.own.value()
 
     tanh, where, xp = staticmethod(jnp.tanh), staticmethod(jnp.where), jnp
@@ -124,8 +122,8 @@ class Plain:
         return self.on_all(getattr(np, op)(x, axis=0))
 
     def in_groups(self, x):
-        pairs = x.reshape(-1, min(self.n, 2), ROWS)
-        return np.repeat(pairs.sum(1), min(self.n, 2), axis=0)
+        size = min(self.n, 2)
+        return np.tile(x.reshape(size, -1, ROWS).sum(0), (size, 1))
 
     def last(self, x):
         return self.on_all(x[-1])
@@ -161,7 +159,7 @@ class Plain:
 
     def count(self, x):
         self.variables["equal"] = self.variables["equal"] + x.mean(0)
-        self.own = np.where(x[:, :1] > 0, self.own + x, self.own)
+        self.own = np.where(x[:, :1] > 0.1, self.own + x, self.own)
         return self.variables["equal"] + self.own
 
     tanh, where, xp = staticmethod(np.tanh), staticmethod(np.where), np
@@ -172,7 +170,7 @@ class Plain:
 
 SIMPLE = {
     "arithmetic": lambda on, a, b: on.tanh(a - b) + a[..., ::-1],
-    "where": lambda on, a, b: on.where(a > b, a, b / 2),
+    "where": lambda on, a, b: on.where(a > 0.1, a, b / 2),
     "sum": lambda on, a, b: on.reduced("sum", a),
     "mean": lambda on, a, b: on.reduced("mean", b) + a,
     "max": lambda on, a, b: on.reduced("max", a),
@@ -208,9 +206,9 @@ def program(seed):
     return [(*line, *draw.integers(0, 99, 2)) for line in lines]
 
 
-def run(on, lines, x, s):
-    """All values of a program that begins with `x` and with `s`, the same on all."""
-    known = [x, s]
+def run(on, lines, x, s, total):
+    """All values of a program that begins with `x`, `s`, the same on all, and rows."""
+    known = [x, s, x + total]
     for holder, name, first, second in lines:
         a, b = known[first % len(known)], known[second % len(known)]
         function = SIMPLE[name]
@@ -233,13 +231,19 @@ def test_random_steps_give_numpys_numbers(is_eager, layout):
     n = strategy.num_replicas_in_sync
     x = np.random.default_rng(seed).normal(size=(2, n, ROWS)).astype(np.float32)
     ours, plain, lines = Ours(strategy), Plain(n), program(seed)
-    step = strategy.step(lambda x, s: run(ours, lines, x, s))
-    s = strategy.mirror(np.linspace(-1, 1, ROWS, dtype=np.float32))
-    for rows in x:
+
+    @strategy.step
+    def step(x, s, batch):
+        return run(ours, lines, x, s, js.masked_sum(batch))
+
+    s = np.linspace(-1, 1, ROWS, dtype=np.float32)
+    batches = strategy.experimental_distribute_dataset(ranged(3 * n + 1, 2 * n))
+    for rows, batch in zip(x, batches, strict=True):
+        total = np.array([[sum(each)] for each in real(batch)])
         with eagerly() if is_eager else contextlib.nullcontext():
-            found = step(strategy.per_replica(rows), s)
-        wanted = run(plain, lines, rows, plain.on_all(np.linspace(-1, 1, ROWS)))
-        for line, have, want in zip([0, 0, *lines], found, wanted, strict=True):
+            found = step(strategy.per_replica(rows), strategy.mirror(s), batch)
+        wanted = run(plain, lines, rows, plain.on_all(s), total)
+        for line, have, want in zip([0, 0, 0, *lines], found, wanted, strict=True):
             have = np.stack(strategy.experimental_local_results(have))
             np.testing.assert_allclose(have, want, rtol=1e-3, atol=1e-4, err_msg=line)
         for have, want in zip(ours.held(), plain.held(), strict=True):

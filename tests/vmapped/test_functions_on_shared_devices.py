@@ -184,25 +184,6 @@ def test_a_device_sends_once_for_its_lanes(collective, kind, shape):
     assert sent == [(shapes, kind)]
 
 
-def test_sizes_and_kinds(eight):
-    def step(x):
-        return (
-            lax.axis_size(AXIS),
-            lax.psum(1, AXIS),
-            lax.psum(x.astype(jnp.complex64) * 1j, AXIS),
-            lax.pmax(x.astype(jnp.bfloat16), AXIS),
-            lax.psum(jnp.ones(2, bool), AXIS),
-            lax.psum(jnp.full(2, 100, jnp.int8), AXIS),
-            lax.psum(jnp.zeros((0, 3)), AXIS),
-        )
-
-    size, count, number, largest, trues, wrapped, empty = eight.run(step, (ids(eight),))
-    assert (size, count, complex(number), float(largest)) == (8, 8, 28j, 7)
-    np.testing.assert_array_equal(trues, [8, 8])
-    np.testing.assert_array_equal(wrapped, np.full(2, 800).astype(np.int8))
-    assert empty.shape == (0, 3)
-
-
 def test_collectives_under_a_users_vmap(eight):
     def step(x):
         rows = jnp.arange(16.0).reshape(2, 8)
