@@ -25,10 +25,7 @@ from jaxstrategy._src.executors.eager_replicas import EagerSteps
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.processes.job import Processes
 from jaxstrategy._src.replicas.devices import Device
-from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.text import shown
-from jaxstrategy._src.tracing.explanation.explain import explain
-from jaxstrategy._src.tracing.explanation.explanation import Explanation
 from jaxstrategy._src.tracing.function_cache import FunctionCache
 from jaxstrategy._src.tracing.functions import code
 from jaxstrategy._src.tracing.nnx import object_calls
@@ -346,28 +343,8 @@ class AbstractExecutor(abc.ABC):
             "`js.experimental.compilation_cache(directory)` in each process instead."
         )
 
-    def explain(
-        self,
-        fn: Function,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-        *,
-        options: RunOptions,
-        topology: Topology,
-        compiled: bool,
-    ) -> Explanation:
-        return explain(
-            fn,
-            args,
-            kwargs,
-            environment=self._environment,
-            options=options,
-            topology=topology,
-            compiled=compiled,
-        )
-
     @property
-    def _environment(self) -> StepEnvironment:
+    def environment(self) -> StepEnvironment:
         replicas = self._strategy._replicas
         return StepEnvironment(
             replicas, self._as_replica, self._variables, self._strategy._overlap
@@ -404,7 +381,7 @@ class CompiledExecutor(AbstractExecutor):
         if processes is not None and processes.count > 1:
             self.agreement = StepAgreement(processes)
         self._processes = processes
-        self._programs = FunctionCache(self._environment, self.agreement)
+        self._programs = FunctionCache(self.environment, self.agreement)
         self._update_programs: dict[tuple[Device, ...], FunctionCache] = {}
 
     def program(
@@ -423,7 +400,7 @@ class CompiledExecutor(AbstractExecutor):
         frozen = FrozenSignatures()
         # A cache of its own: the step shares no programs with other calls, and raises
         # where these would compile.
-        program = FunctionCache(self._environment, self.agreement, frozen).of(
+        program = FunctionCache(self.environment, self.agreement, frozen).of(
             fn, options
         )
         program.prepare(args, kwargs, obtain)
@@ -466,7 +443,7 @@ class CompiledExecutor(AbstractExecutor):
         def compiled(fn: Function, args: tuple[PyTree, ...]) -> PyTree:
             return self._programs.of(fn)(args, {})
 
-        return EagerSteps(self._strategy, self._environment, compiled, self._processes)
+        return EagerSteps(self._strategy, self.environment, compiled, self._processes)
 
     def _run_in_step(
         self, fn: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
@@ -500,7 +477,7 @@ class CompiledExecutor(AbstractExecutor):
         programs = self._update_programs.get(devices)
         if programs is None:
             call = functools.partial(self._update_copy, devices)
-            programs = FunctionCache(dataclasses.replace(self._environment, call=call))
+            programs = FunctionCache(dataclasses.replace(self.environment, call=call))
             programs = self._update_programs.setdefault(devices, programs)
         return programs.of(fn)(args, kwargs)
 

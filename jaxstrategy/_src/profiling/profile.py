@@ -30,6 +30,7 @@ from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.text import columns, whole, with_bytes, with_prefix, with_seconds
 from jaxstrategy._src.tracing.explanation.compiled_program import Figures, figures
+from jaxstrategy._src.tracing.explanation.explain import explain
 from jaxstrategy._src.tracing.explanation.explanation import Explanation, Memory
 from jaxstrategy._src.values import arrays
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
@@ -129,10 +130,11 @@ class StepAnalysis:
         # What is compiled ahead of time is asked itself, and not compiled once more.
         ahead = fn if isinstance(fn, CompiledStep) else None
         with self._timed():
-            found = executor.explain(
+            found = explain(
                 fn if ahead is None else ahead.function,
                 args,
                 kwargs,
+                environment=executor.environment,
                 options=options or RunOptions(),
                 topology=self._topology or Topology(1.0, 0.0, self._replicas.count),
                 compiled=self._compiled and ahead is None,

@@ -77,6 +77,7 @@ from jaxstrategy._src.strategies.cross_replica import (
 )
 from jaxstrategy._src.strategies.extended import StrategyExtended
 from jaxstrategy._src.text import shown, whole
+from jaxstrategy._src.tracing.explanation.explain import explain
 from jaxstrategy._src.tracing.explanation.explanation import Explanation
 from jaxstrategy._src.tracing.init import build_replicated
 from jaxstrategy._src.values import arrays, building, per_replica as _per_replica
@@ -704,10 +705,11 @@ class Strategy(AbstractStrategy):
         (80, 128)
         """
         fn, options = self._checked_step("explain", fn, args, kwargs, options)
-        return self._executor.explain(
+        return explain(
             fn,
             tuple(args),
             dict(kwargs or {}),
+            environment=self._executor.environment,
             options=options or RunOptions(),
             topology=topology or Topology(25e9, 10e-6, self.num_replicas_in_sync),
             compiled=compiled,

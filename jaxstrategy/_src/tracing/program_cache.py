@@ -16,7 +16,6 @@ from jaxstrategy._src.errors import CompiledStepError, RecompilationWarning
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.text import array_type, shown
 from jaxstrategy._src.tracing import roles as _roles
-from jaxstrategy._src.tracing.checks import varying_results
 from jaxstrategy._src.tracing.checks.step_checks import check
 from jaxstrategy._src.tracing.checks.varying_results import Returned, Unstated
 from jaxstrategy._src.tracing.functions import code
@@ -548,9 +547,9 @@ class ProgramCache:
         expected, unstated = self._options.expect_mirrored, dict[int, Unstated]()
 
         def on_trace(traced: TracedStep) -> None:
-            check(traced, expected, self._history.warned)
+            found = check(traced, expected, self._history.warned)
             unstated.clear()
-            unstated.update(varying_results.unstated(traced, expected))
+            unstated.update(found)
             if isinstance(program, AgreedProgram):
                 program.traced(traced)
             for programs in filter(None, (self, self._parent)):

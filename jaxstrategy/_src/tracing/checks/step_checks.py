@@ -20,8 +20,10 @@ from jaxstrategy._src.errors import (
 )
 from jaxstrategy._src.text import Line, listed
 from jaxstrategy._src.tracing.checks.varying_results import (
+    Unstated,
     forgotten_reductions,
     unexpected_results,
+    unstated,
 )
 from jaxstrategy._src.tracing.jaxprs import (
     COLLECTIVES,
@@ -310,10 +312,11 @@ def equations_that_fail(step: TracedStep) -> Iterator[Exception]:
 
 def check(
     step: TracedStep, expect_mirrored: PyTree, warned: set[type[Warning]]
-) -> None:
+) -> dict[int, Unstated]:
     """Raises for what would hang or varies unexpectedly; warns of likely mistakes.
 
-    These are sums of reduced values, and state that was mirrored before.
+    These are sums of reduced values, and state that was mirrored before. Returns the
+    results that vary unstated, by their index among leaves.
     """
     for error in _errors(step):
         raise error
@@ -325,13 +328,18 @@ def check(
         raise error
     for message, line in double_reductions(step):
         text.warn(message, DoubleReductionWarning, line)
-    for path, message, line in forgotten_reductions(step, expect_mirrored):
+    varying = unstated(step, expect_mirrored)
+    for path, message, line in forgotten_reductions(step, varying):
         if step.trace.replicas.state_sharding is not None:
             # A varying value cannot be sharded over the replicas.
             raise NotMirroredError(message, path=path, line=line and str(line))
         if NotMirroredWarning not in warned:
             warned.add(NotMirroredWarning)
             text.warn(message, NotMirroredWarning, line)
+    return {
+        position: Unstated(step.path(keys), step.origin_of(state))
+        for position, (keys, state) in varying.items()
+    }
 
 
 def problems(step: TracedStep, expect_mirrored: PyTree) -> Iterator[str]:
@@ -339,7 +347,7 @@ def problems(step: TracedStep, expect_mirrored: PyTree) -> Iterator[str]:
     yield from map(str, _errors(step))
     yield from map(str, unexpected_results(step, expect_mirrored))
     yield from (message for message, _ in double_reductions(step))
-    forgotten = forgotten_reductions(step, expect_mirrored)
+    forgotten = forgotten_reductions(step, unstated(step, expect_mirrored))
     yield from (message for _, message, _ in forgotten)
 
 

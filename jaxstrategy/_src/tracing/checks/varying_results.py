@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias, cast
 
 import jax
@@ -248,23 +248,16 @@ OF_OBJECTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Unstated:
-    """A result that varies, and for which `expect_mirrored` has no entry."""
+    """A result that varies, and for which `expect_mirrored` has no entry, in words."""
 
     path: str
     why: str
 
 
-def unstated(step: TracedStep, expected: PyTree) -> dict[int, Unstated]:
-    """The unstated results of `step`, by their index among leaves."""
-    return {
-        position: Unstated(step.path(keys), step.origin_of(state))
-        for position, (keys, state) in _unstated(step, expected).items()
-    }
-
-
-def _unstated(
+def unstated(
     step: TracedStep, expected: PyTree
 ) -> dict[int, tuple[KeyPath, Replication]]:
+    """Results that vary and have no entry in `expected`, by their index of leaves."""
     if step.num_replicas == 1:
         return {}
     return {
@@ -275,10 +268,9 @@ def _unstated(
 
 
 def forgotten_reductions(
-    step: TracedStep, expected: PyTree
+    step: TracedStep, varying: Mapping[int, tuple[KeyPath, Replication]]
 ) -> Iterator[tuple[str, str, Line | None]]:
-    """A path, a message and a line if mirrored state is returned varying."""
-    varying = _unstated(step, expected)
+    """A path, a message and a line if mirrored state is among `unstated` results."""
     updated = updated_arguments(step) if varying else {}
     found = [(updated[each], *varying[each]) for each in varying if each in updated]
     if not found:
