@@ -169,14 +169,10 @@ class EagerSteps:
         self._processes = processes if several else None
 
     def run(
-        self,
-        fn: Function,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-        options: RunOptions | None,
+        self, fn: Function, arguments: Arguments, options: RunOptions | None
     ) -> PyTree:
         options = options or RunOptions()
-        call = _EagerCall(fn, (args, kwargs), options, self._environment)
+        call = _EagerCall(fn, arguments, options, self._environment)
         if _arrays.is_traced() or any(isinstance(x, Tracer) for x in call.leaves):
             raise ContextError(
                 f"`{call.name}` was to be run in `eager_replicas()` by code that JAX "
@@ -238,8 +234,8 @@ class EagerSteps:
         changes = copies.changes()
         key = id(self._strategy), id(_code.code_of(call.fn) or call.fn)
         roles = zip(columns, call.roles, strict=True)
-        arguments = [column for column, role in roles if role is Role.PER_REPLICA]
-        value = results.value(key, block, arguments)
+        per_replica = [column for column, role in roles if role is Role.PER_REPLICA]
+        value = results.value(key, block, per_replica)
         copies.store(changes)
         if call.masks.is_active:  # warns if rows that only fill up the batch counted
             call.masks.check(call.leaves)

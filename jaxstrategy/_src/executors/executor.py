@@ -40,7 +40,7 @@ from jaxstrategy._src.tracing.saved_step import (
 from jaxstrategy._src.tracing.step_agreement import StepAgreement
 from jaxstrategy._src.tracing.traced_step import StepEnvironment, name_of
 from jaxstrategy._src.values import building, per_replica, trees
-from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
+from jaxstrategy._src.values.arrays import Arguments, Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.variables import access
 from jaxstrategy._src.variables.variable import Variable
@@ -73,7 +73,7 @@ class ReplicatedFunction:
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if current() is OUTSIDE:  # the usual case, kept short
             return self._program(args, kwargs)
-        return self._executor.run(self._fn, args, kwargs, self.options)
+        return self._executor.run(self._fn, (args, kwargs), self.options)
 
     def bind(self, *objects: object) -> Function:
         """The step with its first arguments, modules and optimizers of Flax NNX, fixed.
@@ -111,7 +111,8 @@ class ReplicatedFunction:
         def step(*rest: PyTree, **kwargs: PyTree) -> PyTree:
             if current().runs_eagerly is None:
                 return bound(*rest, **kwargs)
-            return self._executor.run(self._fn, (*objects, *rest), kwargs, self.options)
+            arguments = (*objects, *rest), kwargs
+            return self._executor.run(self._fn, arguments, self.options)
 
         return step
 
@@ -193,7 +194,7 @@ class CompiledStep:
         self._executor = executor
         self._file = file
         self._facts: Facts | Exception
-        self._program = executor.compile(fn, args, kwargs, options, self._obtain)
+        self._program = executor.compile(fn, (args, kwargs), options, self._obtain)
 
     def _obtain(self, preparation: Preparation) -> Compiled:
         """The executable of the traced step, read from the file or compiled."""
@@ -221,9 +222,9 @@ class CompiledStep:
         if context is OUTSIDE:  # the usual case, kept short
             return self._program(args, kwargs)
         if context.observer is not None and not context.in_step:
-            context.observer(self._executor, self, args, kwargs, self.options)
+            context.observer(self._executor, self, (args, kwargs), self.options)
         executor = cast("CompiledExecutor", self._executor)
-        return executor.run_compiled(self._program, self._fn, args, kwargs)
+        return executor.run_compiled(self._program, self._fn, (args, kwargs))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the compiled step into a file, for `strategy.load_compiled`.
@@ -281,34 +282,26 @@ class AbstractExecutor(abc.ABC):
         """Returns the program of `fn`, the same object as long as `fn` lives."""
 
     def run(
-        self,
-        fn: Function,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-        options: RunOptions | None,
+        self, fn: Function, arguments: Arguments, options: RunOptions | None
     ) -> PyTree:
         """Calls `fn` as a step, in any context."""
         context = _context.current()
         if context.observer is not None and not context.in_step:
-            context.observer(self, fn, args, kwargs, options)
+            context.observer(self, fn, arguments, options)
         step_outputs = _context.around_steps()
         if step_outputs is None:
-            return self._run(fn, args, kwargs, options)
+            return self._run(fn, arguments, options)
         with_outputs = step_outputs.with_outputs(fn)
         code.copy_source_location(with_outputs, fn)
-        args, kwargs = _context.without_sender(step_outputs, (args, kwargs))
-        result, messages = self._run(with_outputs, args, kwargs, options)
+        arguments = _context.without_sender(step_outputs, arguments)
+        result, messages = self._run(with_outputs, arguments, options)
         for message in messages:
             step_outputs.receive(message)
         return result
 
     @abc.abstractmethod
     def _run(
-        self,
-        fn: Function,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-        options: RunOptions | None,
+        self, fn: Function, arguments: Arguments, options: RunOptions | None
     ) -> PyTree:
         """`run` without observer and step outputs."""
 
@@ -320,19 +313,14 @@ class AbstractExecutor(abc.ABC):
 
     @abc.abstractmethod
     def update(
-        self,
-        devices: tuple[Device, ...],
-        fn: Function,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
+        self, devices: tuple[Device, ...], fn: Function, arguments: Arguments
     ) -> PyTree:
         """Calls `fn` for each copy of the variables it changes."""
 
     def compile(
         self,
         fn: Function,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
+        arguments: Arguments,
         options: RunOptions | None,
         obtain: Obtain,
     ) -> FunctionProgram:
@@ -392,8 +380,7 @@ class CompiledExecutor(AbstractExecutor):
     def compile(
         self,
         fn: Function,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
+        arguments: Arguments,
         options: RunOptions | None,
         obtain: Obtain,
     ) -> FunctionProgram:
@@ -403,40 +390,35 @@ class CompiledExecutor(AbstractExecutor):
         program = FunctionCache(self.environment, self.agreement, frozen).of(
             fn, options
         )
-        program.prepare(args, kwargs, obtain)
+        program.prepare(arguments, obtain)
         frozen.is_frozen = True
         return program
 
     def run_compiled(
-        self,
-        program: FunctionProgram,
-        fn: Function,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
+        self, program: FunctionProgram, fn: Function, arguments: Arguments
     ) -> PyTree:
         if _context.around_steps() is not None:
             raise ContextError(
                 f"`{name_of(fn)}` was compiled ahead of time, without what it hands to "
                 "the `MultiStepContext` around this call. Call the step itself."
             )
-        return self._run(fn, args, kwargs, None, program)
+        return self._run(fn, arguments, None, program)
 
     def _run(
         self,
         fn: Function,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
+        arguments: Arguments,
         options: RunOptions | None,
         program: FunctionProgram | None = None,
     ) -> PyTree:
         context = _context.require_cross_replica(self._strategy, "run")
         if context.in_step:
-            return self._run_in_step(fn, args, kwargs)
+            return self._run_in_step(fn, arguments)
         around = context.around if context.strategy is not None else None
         with contextlib.nullcontext() if around is None else around():
             if context.runs_eagerly is not None:
-                return self._eager_steps.run(fn, args, kwargs, options)
-            return (program or self._programs.of(fn, options))(args, kwargs)
+                return self._eager_steps.run(fn, arguments, options)
+            return (program or self._programs.of(fn, options))(*arguments)
 
     @functools.cached_property
     def _eager_steps(self) -> EagerSteps:
@@ -445,11 +427,9 @@ class CompiledExecutor(AbstractExecutor):
 
         return EagerSteps(self._strategy, self.environment, compiled, self._processes)
 
-    def _run_in_step(
-        self, fn: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-    ) -> PyTree:
+    def _run_in_step(self, fn: Function, arguments: Arguments) -> PyTree:
         """`run` inside `merge_call`: part of the same trace."""
-        args, kwargs = replica_context.to_replica((args, kwargs))
+        args, kwargs = replica_context.to_replica(arguments)
         named = jax.named_scope(replica_context.REPLICA_SCOPE)
         with self._in_replica() as replica, named:
             returned = fn(*args, **kwargs)
@@ -468,18 +448,14 @@ class CompiledExecutor(AbstractExecutor):
         return mapped
 
     def update(
-        self,
-        devices: tuple[Device, ...],
-        fn: Function,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
+        self, devices: tuple[Device, ...], fn: Function, arguments: Arguments
     ) -> PyTree:
         programs = self._update_programs.get(devices)
         if programs is None:
             call = functools.partial(self._update_copy, devices)
             programs = FunctionCache(dataclasses.replace(self.environment, call=call))
             programs = self._update_programs.setdefault(devices, programs)
-        return programs.of(fn)(args, kwargs)
+        return programs.of(fn)(*arguments)
 
     def _update_copy(
         self,
@@ -504,14 +480,10 @@ class EagerExecutor(AbstractExecutor):
         return EagerProgram(fn, functools.partial(self.run, fn, options=options))
 
     def _run(
-        self,
-        fn: Function,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-        options: RunOptions | None,
+        self, fn: Function, arguments: Arguments, options: RunOptions | None
     ) -> PyTree:
         _context.require_same(_context.current(), self._strategy)
-        args, kwargs = _only_versions((args, kwargs))
+        args, kwargs = _only_versions(arguments)
         with _context.outside():
             return fn(*args, **kwargs)
 
@@ -521,12 +493,9 @@ class EagerExecutor(AbstractExecutor):
         return lambda value: function(_only_versions(value))
 
     def update(
-        self,
-        devices: tuple[Device, ...],
-        fn: Function,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
+        self, devices: tuple[Device, ...], fn: Function, arguments: Arguments
     ) -> PyTree:
+        args, kwargs = arguments
         with _context.entered(updated=devices):
             return fn(*args, **kwargs)
 
@@ -538,7 +507,7 @@ class EagerProgram:
         self._run = run
 
     def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
-        return self._run(tuple(args), kwargs)
+        return self._run((tuple(args), kwargs))
 
     def bound(self, objects: Sequence[object]) -> Callable[..., PyTree]:
         captured = object_calls.captured_by(self._fn)

@@ -33,7 +33,7 @@ from jaxstrategy._src.tracing.explanation.compiled_program import Figures, figur
 from jaxstrategy._src.tracing.explanation.explain import explain
 from jaxstrategy._src.tracing.explanation.explanation import Explanation, Memory
 from jaxstrategy._src.values import arrays
-from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
+from jaxstrategy._src.values.arrays import Arguments, Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import is_per_replica
 
 
@@ -121,8 +121,7 @@ class StepAnalysis:
         self,
         executor: AbstractExecutor,
         fn: Function,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
+        arguments: Arguments,
         options: RunOptions | None,
     ) -> None:
         if executor is not self._executor:
@@ -132,8 +131,7 @@ class StepAnalysis:
         with self._timed():
             found = explain(
                 fn if ahead is None else ahead.function,
-                args,
-                kwargs,
+                *arguments,
                 environment=executor.environment,
                 options=options or RunOptions(),
                 topology=self._topology or Topology(1.0, 0.0, self._replicas.count),

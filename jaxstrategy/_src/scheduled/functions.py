@@ -62,7 +62,7 @@ from jaxstrategy._src.tracing.jaxprs import Jaxpr, all_eqns
 from jaxstrategy._src.tracing.results import Results
 from jaxstrategy._src.tracing.roles import Signature
 from jaxstrategy._src.values import arrays as _arrays
-from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
+from jaxstrategy._src.values.arrays import Arguments, Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import Handle, PerReplica
 from jaxstrategy._src.values.trees import is_nnx_node
 from jaxstrategy._src.variables.remote_kinds import per_worker_kind_of
@@ -388,28 +388,25 @@ class ServerExecutor(CompiledExecutor):
     def _run(
         self,
         fn: Function,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
+        arguments: Arguments,
         options: RunOptions | None,
         program: FunctionProgram | None = None,
     ) -> PyTree:
         """The results of `fn`; in a function, as part of the same trace."""
         if context.require_cross_replica(self._strategy, "run").in_step:
-            return super()._run(fn, args, kwargs, options)
-        return self.step(fn, args, kwargs)
+            return super()._run(fn, arguments, options)
+        return self.step(fn, arguments)
 
-    def step(
-        self, fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]
-    ) -> PyTree:
+    def step(self, fn: Function, arguments: Arguments) -> PyTree:
         """The results of a step that is taken now, by this process."""
-        for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_whole):
+        for leaf in jax.tree.leaves(arguments, is_leaf=is_whole):
             if isinstance(leaf, WorkerArgument):
                 raise ContextError(
                     f"`run` was given {shown(leaf)} outside of a scheduled function, "
                     "but each worker has its own. Call `run` in a function that takes "
                     "it, and schedule that with a `ClusterCoordinator`."
                 )
-        prepared = self._tracer.prepare(fn, args, kwargs)
+        prepared = self._tracer.prepare(fn, *arguments)
         call = WorkerCall(None, prepared.program.key, prepared.arguments_of(0))
         with self._one_call:
             self._engine.define(prepared.program)
@@ -442,7 +439,7 @@ class _StepProgram:
         self.bound: Callable[..., Callable[..., PyTree]] = compiled.bound
 
     def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
-        return self._executor.step(self._fn, args, kwargs)
+        return self._executor.step(self._fn, (args, kwargs))
 
 
 def _shipped(

@@ -29,7 +29,7 @@ from jaxstrategy._src.strategies.destinations import (
     copies_on,
 )
 from jaxstrategy._src.values import trees
-from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
+from jaxstrategy._src.values.arrays import Arguments, Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import Handle, PerReplica
 from jaxstrategy._src.values.trees import is_nnx_node
 from jaxstrategy._src.variables import access
@@ -261,14 +261,14 @@ class StrategyExtended:
         if context.in_step:
             with jax.named_scope(replica_context.REPLICA_SCOPE):
                 arguments = replica_context.to_replica(arguments)
-                result = self._updated(devices, fn, *arguments)
+                result = self._updated(devices, fn, arguments)
         elif var.copies_must_agree:
             check_reduced(arguments, "update")
             moved = _moved_to_variable(var, arguments)
-            result = self._updated_at_once(devices, fn, *moved)
+            result = self._updated_at_once(devices, fn, moved)
         else:
             try:
-                result = self._executor.update(devices, fn, *arguments)
+                result = self._executor.update(devices, fn, arguments)
             except Exception as error:
                 access.check_not_mapped(error, var.name)
                 raise
@@ -320,12 +320,12 @@ class StrategyExtended:
         arguments = tuple(args), dict(kwargs or {})
         if context.in_step:
             arguments = replica_context.to_replica(arguments)
-            result = self._updated(place.devices, fn, *arguments)
+            result = self._updated(place.devices, fn, arguments)
             replicas = self._strategy._replicas
         else:
             check_reduced(arguments, "update_on")
             arguments = place.with_arrays(arguments)
-            result = self._updated_at_once(place.devices, fn, *arguments)
+            result = self._updated_at_once(place.devices, fn, arguments)
             result, replicas = place.with_arrays(result), place.replicas
         return result if group else self._of_each_copy(result, replicas)
 
@@ -439,21 +439,14 @@ class StrategyExtended:
             yield
 
     def _updated(
-        self,
-        devices: tuple[Device, ...],
-        fn: Function,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
+        self, devices: tuple[Device, ...], fn: Function, arguments: Arguments
     ) -> PyTree:
+        args, kwargs = arguments
         with self._strategy.scope(), _context.entered(updated=devices):
             return fn(*args, **kwargs)
 
     def _updated_at_once(
-        self,
-        devices: tuple[Device, ...],
-        fn: Function,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
+        self, devices: tuple[Device, ...], fn: Function, arguments: Arguments
     ) -> PyTree:
         """Updates all copies, which are equal, as one array.
 
@@ -461,10 +454,10 @@ class StrategyExtended:
         """
         try:
             with access.undone_for_program():
-                return self._updated(devices, fn, args, kwargs)
+                return self._updated(devices, fn, arguments)
         except access.NeedsProgram:
             pass
-        return self._executor.update(devices, fn, args, kwargs)
+        return self._executor.update(devices, fn, arguments)
 
     def _of_each_copy(self, result: PyTree, replicas: Replicas) -> PyTree:
         """`result` with a tuple of a version for each copy, or of one, at each leaf."""

@@ -295,7 +295,7 @@ class Strategy(AbstractStrategy):
         if isinstance(fn, CompiledStep) and options is None:
             return fn(*args, **(kwargs or {}))
         fn, options = _undecorated(fn, options)
-        return self._executor.run(fn, tuple(args), dict(kwargs or {}), options)
+        return self._executor.run(fn, (tuple(args), dict(kwargs or {})), options)
 
     @overload
     def step(self, *, options: RunOptions | None = None) -> Decorator: ...

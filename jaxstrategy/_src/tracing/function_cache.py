@@ -215,12 +215,10 @@ class CachedFunction:
             if programs.traces != traces:
                 self._update_key(self._get_fn(), programs)
 
-    def prepare(
-        self, args: Sequence[PyTree], kwargs: dict[str, PyTree], obtain: Obtain
-    ) -> None:
+    def prepare(self, arguments: Arguments, obtain: Obtain) -> None:
         """Compiles the program of such a call now; types may stand for arrays."""
         prepare = functools.partial(ProgramCache.prepare, obtain=obtain)
-        self._call_checked((args, kwargs), prepare)
+        self._call_checked(arguments, prepare)
 
     def bound(self, objects: Sequence[PyTree]) -> Callable[..., PyTree]:
         """The function with these first arguments, which are flattened only once."""
