@@ -1,5 +1,6 @@
 """Collectives that only some replicas reach are errors, with the line that decides."""
 
+import inspect
 import linecache
 import re
 
@@ -28,7 +29,7 @@ def diverging(strategy, step, *args, **kwargs):
 # a `p` of 3 it reaches its collective; beside it stands what comes out then.
 
 
-def in_cond(p, v):
+def either(p, v):
     return lax.cond(  # <- control
         p * 2 > 4,  # <- predicate
         lambda: lax.psum(v, AXIS),  # <- collective
@@ -77,41 +78,18 @@ def in_fori_loop(p, v):
 
 
 def in_jit(p, v):
-    @jax.jit
-    def inner(p, v):
-        return lax.cond(  # <- control
-            p > 2,  # <- predicate
-            lambda: lax.psum(v, AXIS),  # <- collective
-            lambda: v,
-        )
-
+    inner = jax.jit(either)
     return inner(3.0, v) - lax.psum(v, AXIS) + inner(p, v)  # traced once
 
 
 def in_scan_in_remat_in_jit(p, v):
-    def turn(carry, _):
-        return lax.cond(  # <- control
-            p > 2,  # <- predicate
-            lambda: carry + lax.psum(v, AXIS),  # <- collective
-            lambda: carry,
-        ), None
-
-    @jax.jit
-    @jax.checkpoint
-    def inner(v):
-        return lax.scan(turn, 0.0, length=3)[0]
-
-    return inner(v)
+    inner = jax.checkpoint(
+        lambda v: lax.scan(lambda c, _: (c + either(p, v), None), 0.0, length=3)[0]
+    )
+    return jax.jit(inner)(v)
 
 
 def in_custom_vjp_forward(p, v):
-    def either(p, v):
-        return lax.cond(  # <- control
-            p > 2,  # <- predicate
-            lambda: lax.psum(v, AXIS),  # <- collective
-            lambda: v,
-        )
-
     f = jax.custom_vjp(either)
     f.defvjp(lambda p, v: (either(p, v), None), lambda _, g: (0.0, g))
     value, grad = jax.value_and_grad(f, 1)(p, v)
@@ -132,31 +110,16 @@ def in_custom_vjp_backward(p, v):
 
 
 def in_custom_jvp(p, v):
-    @jax.custom_jvp
-    def f(p, v):
-        return v
-
-    @f.defjvp
-    def rule(primals, tangents):
-        p, v = primals
-        return v, lax.cond(  # <- control
-            p > 2,  # <- predicate
-            lambda: lax.psum(tangents[1], AXIS),  # <- collective
-            lambda: tangents[1],
-        )
-
+    f = jax.custom_jvp(lambda p, v: v)
+    f.defjvp(lambda primals, tangents: (primals[1], either(primals[0], tangents[1])))
     return jax.jvp(f, (p, v), (0.0, v))[1]
 
 
 def in_vmap_over_another_axis(p, v):
-    def either(w):
-        return lax.cond(  # <- control
-            p > 2,  # <- predicate
-            lambda: lax.psum(w * v, (AXIS, "rows")),  # <- collective
-            lambda: w,
-        )
+    def over_both(w):
+        return lax.psum(either(p, w * v), "rows")
 
-    return jax.vmap(either, axis_name="rows")(jnp.ones(3))[0]
+    return jax.vmap(over_both, axis_name="rows")(jnp.ones(3))[0]
 
 
 def in_a_merge_function(p, v):
@@ -182,7 +145,7 @@ def in_a_merge_call_without_collectives(p, v):
 
 
 HIDDEN = {
-    in_cond: ("psum", "cond", lambda v: v.sum()),
+    either: ("psum", "cond", lambda v: v.sum()),
     in_switch: ("all_reduce", "switch", lambda v: v.sum()),
     in_while_body: ("psum", "while_loop", lambda v: 3 * v.sum()),
     in_while_condition: ("psum", "while_loop", lambda v: 3.0),
@@ -202,6 +165,7 @@ HIDDEN = {
 @each_of("case", HIDDEN)
 def test_a_collective_that_only_some_replicas_reach_is_an_error(strategy, case):
     what, control, _ = HIDDEN[case]
+    marked = case if "# <- collective" in inspect.getsource(case) else either
 
     def step(p, v):
         return case(p, v)
@@ -212,12 +176,12 @@ def test_a_collective_that_only_some_replicas_reach_is_an_error(strategy, case):
         rf"(Only s|S)ome replicas of `step` would reach the `{what}`", message
     )
     assert f"it is inside a `{control}` whose " in message
-    assert f"\n  the `{what}`: {place(case, 'collective')}\n" in message
-    assert f"\n  the `{control}`: {place(case, 'control')}\n" in message
-    assert f" varies since: {place(case, 'predicate')}\n" in message
+    assert f"\n  the `{what}`: {place(marked, 'collective')}\n" in message
+    assert f"\n  the `{control}`: {place(marked, 'control')}\n" in message
+    assert f" varies since: {place(marked, 'predicate')}\n" in message
     assert "\n    (from argument `p`, a PerReplica)\n" in message
-    assert error.collective_line == place(case, "collective")
-    assert error.predicate_line == place(case, "predicate")
+    assert error.collective_line == place(marked, "collective")
+    assert error.predicate_line == place(marked, "predicate")
 
 
 @pytest.mark.slow
@@ -250,10 +214,10 @@ def test_the_same_code_runs_where_all_replicas_decide_alike(two):
 def test_each_error_advises_to_decide_alike(two):
     for case, words in [
         (
-            in_cond,
+            either,
             "reduce('max', predicate)` is true if it is on any replica, 'min' if",
         ),
-        (in_cond, "Or move the `psum` out of the `cond`, and choose with `jnp.where`."),
+        (either, "Or move the `psum` out of the `cond`, and choose with `jnp.where`."),
         (
             in_switch,
             "Reduce the index, .*`get_replica_context().all_reduce('max', index)`",

@@ -50,14 +50,6 @@ def before_a_sum(x):
     return replica().all_reduce("sum", {"y": y, "x": x})
 
 
-def in_a_jitted_function(x):
-    return jax.jit(lambda y: jnp.log(y - 1) * 2)(x)  # <-
-
-
-def in_a_branch(x):
-    return lax.cond(x < 1, lambda: jnp.log(x - 1), lambda: x)  # <-
-
-
 def in_a_scan(x):
     def body(c, row):
         mean = replica().all_reduce("mean", c)
@@ -66,45 +58,35 @@ def in_a_scan(x):
     return lax.scan(body, x + 3, jnp.array([0.1, 4.0]))
 
 
-def in_a_while_loop(x):
-    def body(carry):
-        i, c = carry
-        return i + 1, jnp.log(c - 1)  # <-
-
-    return lax.while_loop(lambda c: c[0] < 3, body, (0, x))
+def by_its_own_rule(x):
+    ruled = jax.custom_vjp(plainly)
+    ruled.defvjp(lambda x: (ruled(x), x), lambda x, g: (g,))
+    return ruled(x)
 
 
-def in_a_rematerialized_function(x):
-    return jax.checkpoint(lambda y: jnp.log(y - 1))(x)  # <-
-
-
-def in_a_function_with_a_rule_of_its_own(x):
-    @jax.custom_vjp
-    def f(x):
-        return jnp.log(x - 1)  # <-
-
-    f.defvjp(lambda x: (f(x), x), lambda x, g: (g,))
-    return f(x)
-
-
-EVERYWHERE = (
+HOLDERS = [
     plainly,
-    before_a_sum,
-    in_a_jitted_function,
-    in_a_branch,
-    in_a_while_loop,
-    in_a_rematerialized_function,
-    in_a_function_with_a_rule_of_its_own,
-)
+    jax.jit(lambda x: plainly(x) * 2),
+    jax.checkpoint(plainly),
+    by_its_own_rule,
+    lambda x: lax.cond(x < 1, plainly, lambda x: x, x),
+    lambda x: lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, plainly(c[1])), (0, x)
+    ),
+    lambda x: replica().all_reduce("sum", {"y": plainly(x), "x": x}),
+]
 
 
-@each_of("step", EVERYWHERE)
-def test_the_replica_and_the_line_are_named_wherever_it_arises(four, step):
+@each_of("holder", HOLDERS)
+def test_the_replica_and_the_line_are_named_wherever_it_arises(four, holder):
+    def step(x):
+        return holder(x)
+
     error = found(four, step, numbers(four, 1e3, 2e3, 0.0, 3e3))
-    assert error.replicas == (2,) and error.line == line(step) and not error.source
+    assert error.replicas == (2,) and error.line == line(plainly) and not error.source
     assert str(error).startswith(
-        f"`{step.__name__}` makes a NaN on replica 2 of 4, of values that are finite:\n"
-        f"  {line(step)}\n  (the operation `log`, which makes float32"
+        "`step` makes a NaN on replica 2 of 4, of values that are finite:\n"
+        f"  {line(plainly)}\n  (the operation `log`, which makes float32"
     )
 
 
@@ -532,33 +514,6 @@ def test_steps_that_use_variables():
         use_variables(make())
 
 
-def in_jit(v, x):
-    return v.scaled(x)
-
-
-def in_scan(v, x):
-    def turn(carry, _):
-        v.own.assign_add(v.shared)
-        return carry + v.shared, None
-
-    return lax.scan(turn, jnp.zeros(8), length=2)[0] / 2 * x
-
-
-def in_while_loop(v, x):
-    def turn(carry):
-        return carry[0] + 1, carry[1] + v.shared
-
-    return lax.while_loop(lambda carry: carry[0] < 2, turn, (0, jnp.zeros(8)))[1]
-
-
-def in_cond(v, x):
-    return lax.cond(x > 1, lambda: v.shared * x, lambda: v.shared + x)
-
-
-def in_gradient(v, x):
-    return js.grad(lambda: (v.shared**2 / 2 * x).sum(), v.shared)()
-
-
 def in_merge_call(v, x):
     def merged(strategy, x):
         v.shared.assign_add(v.shared * 0)
@@ -567,14 +522,22 @@ def in_merge_call(v, x):
     return replica().merge_call(merged, (x,))
 
 
-def in_callback(v, x):
-    read = functools.partial(io_callback, lambda value: value + 0, v.shared)
-    return read(v.shared.value()) * x
-
-
 IN_STEPS = [
-    in_jit, in_scan, in_while_loop, in_cond, in_gradient, in_merge_call, in_callback
-]  # fmt: skip
+    in_merge_call,
+    lambda v, x: v.scaled(x),
+    lambda v, x: (
+        lax.scan(
+            lambda c, _: (c + v.shared, v.own.assign_add(v.shared)), 0 * START, length=2
+        )[0]
+        * (x / 2)
+    ),
+    lambda v, x: lax.while_loop(
+        lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] + v.shared), (0, 0 * START)
+    )[1],
+    lambda v, x: lax.cond(x > 1, lambda: v.shared * x, lambda: v.shared + x),
+    lambda v, x: js.grad(lambda: (v.shared**2 / 2 * x).sum(), v.shared)(),
+    lambda v, x: io_callback(lambda a: a + 0, v.shared, v.shared.value()) * x,
+]
 
 
 @pytest.mark.slow
