@@ -29,108 +29,79 @@ def local(strategy):
 # Each writes this replica's `x` and what all have, `s`, to a reference that holds `s`.
 
 
-def overwritten(ref, x, s):
-    ref[...] = x
-    ref[...] = s
+def put(ref, value, at=...):
+    ref[at] = value
 
 
-def overwritten_by_slice(ref, x, s):
-    ref[...] = x
-    ref[0:3] = s
+def by_branches(decides, first, second):
+    def write(ref, x, s):
+        put(ref, x)
+        lax.cond(decides(x, s)[0] > 1, lambda: first(ref, s), lambda: second(ref, s))
+
+    return write
 
 
-def overwritten_in_jit(ref, x, s):
-    ref[...] = x
-    jax.jit(lambda ref: ref.__setitem__(..., s))(ref)
-
-
-def overwritten_by_all_branches(ref, x, s):
-    ref[...] = x
-
-    def first():
-        ref[...] = s
-
-    def second():
-        ref[...] = s * 2
-
-    lax.cond(s[0] > 1, first, second)
-
-
-def overwritten_in_part(ref, x, s):
-    ref[...] = x
-    ref[0:2] = s[:2]
-
-
-def overwritten_by_index(ref, x, s):
-    ref[...] = x
-    ref[jnp.array([0, 0, 1])] = s
-
-
-def added_to(ref, x, s):
-    ref[...] = x
-    jax.ref.addupdate(ref, ..., s)
-
-
-def overwritten_by_one_branch(ref, x, s):
-    ref[...] = x
-    lax.cond(s[0] > 1, lambda: ref.__setitem__(..., s), lambda: None)
-
-
-def overwritten_by_branches_that_differ(ref, x, s):
-    def first():
-        ref[...] = s
-
-    def second():
-        ref[...] = s * 2
-
-    lax.cond(x[0] > 1, first, second)
-
-
-def overwritten_in_a_loop_without_turns(ref, x, s):
-    ref[...] = x
-    lax.fori_loop(0, jnp.int32(s[0]), lambda i, c: (ref.__setitem__(..., s), c)[1], 0)
+def in_a_loop_without_turns(ref, x, s):
+    put(ref, x)
+    lax.fori_loop(0, jnp.int32(s[0]), lambda i, c: (put(ref, s), c)[1], 0)
 
 
 def read_in_the_next_turn(ref, x, s):
     other = jax.new_ref(s)
 
     def turn(i, carry):
-        other[...] = ref[...]
-        ref[...] = s
-        ref[...] = x
+        put(other, ref[...])
+        put(ref, s)
+        put(ref, x)
         return carry
 
     lax.fori_loop(0, 2, turn, 0)
-    ref[...] = other[...]
+    put(ref, other[...])
 
 
+def own(x, s):
+    return x
+
+
+def same(x, s):
+    return s
+
+
+def nothing(ref, s):
+    pass
+
+
+# How a reference is written, and whether it varies afterwards.
 CASES = {
-    overwritten: False,
-    overwritten_by_slice: False,
-    overwritten_in_jit: False,
-    overwritten_by_all_branches: False,
-    overwritten_in_part: True,
-    overwritten_by_index: True,
-    added_to: True,
-    overwritten_by_one_branch: True,
-    overwritten_by_branches_that_differ: True,
-    overwritten_in_a_loop_without_turns: True,
-    read_in_the_next_turn: True,
-}
+    "in full": (lambda ref, x, s: (put(ref, x), put(ref, s)), False),
+    "by a slice": (lambda ref, x, s: (put(ref, x), put(ref, s, np.s_[0:3])), False),
+    "in jit": (lambda ref, x, s: (put(ref, x), jax.jit(put)(ref, s)), False),
+    "by all branches": (by_branches(same, put, lambda ref, s: put(ref, s * 2)), False),
+    "in part": (lambda ref, x, s: (put(ref, x), put(ref, s[:2], np.s_[0:2])), True),
+    "by index": (
+        lambda ref, x, s: (put(ref, x), put(ref, s, jnp.array([0, 0, 1]))), True),
+    "added to": (
+        lambda ref, x, s: (put(ref, x), jax.ref.addupdate(ref, ..., s)), True),
+    "by one branch": (by_branches(same, put, nothing), True),
+    "by branches that differ": (
+        by_branches(own, put, lambda ref, s: put(ref, s * 2)), True),
+    "in a loop without turns": (in_a_loop_without_turns, True),
+    "read in the next turn": (read_in_the_next_turn, True),
+}  # fmt: skip
 
 
 def test_what_is_overwritten_in_full_counts_no_more(four):
     def step(x, s):
         found = []
-        for case in CASES:
+        for write, _ in CASES.values():
             ref = jax.new_ref(s)
-            case(ref, x, s)
+            write(ref, x, s)
             found.append(ref[...])
         return found
 
     found = four.run(step, (local(four), jnp.array([0.0, 1.0, 2.0])))
-    for (case, wanted), out in zip(CASES.items(), found, strict=True):
-        assert varies(out) == wanted, case.__name__
+    for (name, (_, wanted)), out in zip(CASES.items(), found, strict=True):
+        assert varies(out) == wanted, name
 
 
 def test_a_mirrored_variable_may_hold_something_else_for_a_while(two):
