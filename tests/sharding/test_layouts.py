@@ -110,20 +110,14 @@ def test_logical_axes_are_names_and_whole_numbers(kind, given, told):
         kind(logical_axes=given)
 
 
-@each_of(
-    "given, told",
-    [
-        ({"core": 0}, "has 0 as the size of 'core'; at least 1 was wanted"),
-        ({"": 2}, "has an empty text as the name of an axis; a name was wanted"),
-        ({"replica": 2}, "has an axis 'replica', which is the name of the axis along"),
-        (
-            {"core": 3},
-            "was {'core': 3}: a replica has 3 devices, and 8 are no multiple",
-        ),
-        ({"a": 2, "b": 3}, "was .*: a replica has 6 devices, and 8 are no multiple"),
-        ({"core": 2**70}, "was .*: a replica has 1180591620717411303424 devices"),
-    ],
-)
+@each_of("given, told", [
+    ({"core": 0}, "has 0 as the size of 'core'; at least 1 was wanted"),
+    ({"": 2}, "has an empty text as the name of an axis; a name was wanted"),
+    ({"replica": 2}, "has an axis 'replica', which is the name of the axis along"),
+    ({"core": 3}, "was {'core': 3}: a replica has 3 devices, and 8 are no multiple"),
+    ({"a": 2, "b": 3}, "was .*: a replica has 6 devices, and 8 are no multiple"),
+    ({"core": 2**70}, "was .*: a replica has 1180591620717411303424 devices"),
+])  # fmt: skip
 @each_of("kind", KINDS)
 def test_logical_axes_fit_the_devices(kind, given, told):
     with pytest.raises(ValueError, match=f"^`logical_axes` {told}"):
@@ -137,17 +131,11 @@ def test_replicas_of_a_device_are_a_whole_number(kind, given):
         kind(replicas_per_device=given)
 
 
-@each_of(
-    "given, told",
-    [
-        (0, "was 0; at least 1 was wanted"),
-        (
-            2**70,
-            "there would be 9444732965739290427392 replicas, and they are numbered",
-        ),
-        (2**28, "was 268435456: there would be 2147483648 replicas"),
-    ],
-)
+@each_of("given, told", [
+    (0, "was 0; at least 1 was wanted"),
+    (2**70, "there would be 9444732965739290427392 replicas, and they are numbered"),
+    (2**28, "was 268435456: there would be 2147483648 replicas"),
+])  # fmt: skip
 @each_of("kind", KINDS)
 def test_replicas_of_a_device_can_be_numbered(kind, given, told):
     with pytest.raises(ValueError, match=f"^`replicas_per_device` .*{told}"):

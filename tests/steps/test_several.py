@@ -304,17 +304,11 @@ BAD_BATCHES = [
     (np.ones(3), TypeError, r"takes a tuple of batches .* was given float32\[3\]"),
     ({"x": 1.0}, TypeError, r"given a dict; write `\(batch,\)` for one step"),
     ((1.0, {"x": 1.0}), ValueError, r"`batches\[1\]` has another structure than"),
-    (
-        ({"x": np.ones((2, 3))}, {"x": np.ones((2, 2))}),
-        ValueError,
-        r"`batches\[1\]\['x'\]` is float32\[2,2\], and `batches\[0\]\['x'\]` is",
-    ),
-    (
-        (np.ones(2), np.ones(2, np.int32)),
-        ValueError,
-        r"`batches\[1\]` is int32\[2\], and `batches\[0\]` is float32\[2\]",
-    ),
-]
+    (({"x": np.ones((2, 3))}, {"x": np.ones((2, 2))}), ValueError,
+     r"`batches\[1\]\['x'\]` is float32\[2,2\], and `batches\[0\]\['x'\]` is"),
+    ((np.ones(2), np.ones(2, np.int32)), ValueError,
+     r"`batches\[1\]` is int32\[2\], and `batches\[0\]` is float32\[2\]"),
+]  # fmt: skip
 
 
 @each_of("batches, error, words", BAD_BATCHES)

@@ -182,20 +182,13 @@ def test_initial_values(case):
     assert v.numpy().tolist() == expected and v.dtype == kind
 
 
-@each_of(
-    "arguments, error, words",
-    [
-        ({}, ValueError, "must be fully defined"),
-        ({"shape": [2], "initializer": 1.0}, ValueError, "do not specify `shape`"),
-        (
-            {"shape": [2], "dtype": "complex64"},
-            ValueError,
-            "An initializer for variable",
-        ),
-        ({"shape": "a"}, TypeError, "`shape` was 'a'; whole numbers were wanted"),
-        ({"shape": [2.5]}, TypeError, "`shape` was .2.5.; whole numbers"),
-    ],
-)
+@each_of("arguments, error, words", [
+    ({}, ValueError, "must be fully defined"),
+    ({"shape": [2], "initializer": 1.0}, ValueError, "do not specify `shape`"),
+    ({"shape": [2], "dtype": "complex64"}, ValueError, "An initializer for variable"),
+    ({"shape": "a"}, TypeError, "`shape` was 'a'; whole numbers were wanted"),
+    ({"shape": [2.5]}, TypeError, "`shape` was .2.5.; whole numbers"),
+])  # fmt: skip
 def test_what_cannot_be_made_is_refused(arguments, error, words):
     with mirrored(2).scope(), pytest.raises(error, match=words):
         get_variable("v", **arguments)

@@ -89,25 +89,14 @@ def test_shards_are_variables_of_one_strategy(two, four, given):
         ShardedVariable([first, js.Variable([[1.0]])])
 
 
-@each_of(
-    "first, second, text",
-    [
-        ({}, {"dtype": "int32"}, "differ in their dtype: .* float32 and .* int32"),
-        (
-            {},
-            {"initial_value": [[1.0]]},
-            r"beyond dimension 0: .* \(2,\) and .* \(1,\)",
-        ),
-        ({}, {"initial_value": [1.0]}, "number of dimensions: .* 2 and .* has 1"),
-        ({}, {"aggregation": "sum"}, "aggregation: .* NONE and .* SUM"),
-        ({}, {"synchronization": "on_read"}, "synchronization: .* AUTO and .* ON_READ"),
-        (
-            {"initial_value": 1.0},
-            {"initial_value": 2.0},
-            "no dimensions, and so no rows",
-        ),
-    ],
-)
+@each_of("first, second, text", [
+    ({}, {"dtype": "int32"}, "differ in their dtype: .* float32 and .* int32"),
+    ({}, {"initial_value": [[1.0]]}, r"beyond dimension 0: .* \(2,\) and .* \(1,\)"),
+    ({}, {"initial_value": [1.0]}, "number of dimensions: .* 2 and .* has 1"),
+    ({}, {"aggregation": "sum"}, "aggregation: .* NONE and .* SUM"),
+    ({}, {"synchronization": "on_read"}, "synchronization: .* AUTO and .* ON_READ"),
+    ({"initial_value": 1.0}, {"initial_value": 2.0}, "no dimensions, and so no rows"),
+])  # fmt: skip
 def test_shards_are_rows_of_one_table(first, second, text):
     shards = [
         js.Variable(**{"initial_value": np.ones((1, 2), np.float32), **choices})
