@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxstrategy as js
 from jaxstrategy._src.options import RunOptions
-from jaxstrategy._src.tracing import roles
+from jaxstrategy._src.tracing import signature as _signature
 from jaxstrategy._src.tracing.program import Program
 from jaxstrategy._src.tracing.traced_step import ReplicaStep
 from jaxstrategy.experimental import CommunicationOptions
@@ -430,8 +430,8 @@ def compiled_step(strategy: js.Strategy, layers: int, width: int) -> str:
     params = {f"layer{number}": layer for number in range(layers)}
     rows = js.PerReplica(struct(strategy.num_replicas_in_sync, 128, width))
     arguments = (params, rows), {}
-    leaves, signature = roles.flatten(gradient_step, arguments, abstract=True)
-    environment = strategy._executor._environment
+    leaves, signature = _signature.flatten(gradient_step, arguments, abstract=True)
+    environment = strategy._executor.environment
     step = ReplicaStep(lambda: gradient_step, environment, signature, lambda: True)
     lowered = Program(step, RunOptions(), lambda traced: None).lower(leaves)
     text = lowered.compile().as_text()

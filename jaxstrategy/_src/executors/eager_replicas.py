@@ -46,7 +46,7 @@ from jaxstrategy._src.replicas.inner_axes import sharding_like
 from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.text import Line, shown
-from jaxstrategy._src.tracing import results as _results, roles as _roles
+from jaxstrategy._src.tracing import signature as _signature
 from jaxstrategy._src.tracing.checks import varying_results
 from jaxstrategy._src.tracing.functions import code as _code, rebinding
 from jaxstrategy._src.tracing.functions.references import Binding
@@ -56,8 +56,7 @@ from jaxstrategy._src.tracing.nnx.object_calls import (
     object_call,
 )
 from jaxstrategy._src.tracing.nnx.objects import AttributeChange
-from jaxstrategy._src.tracing.results import NamedResults, Results
-from jaxstrategy._src.tracing.roles import Role
+from jaxstrategy._src.tracing.signature import NamedResults, Results, Role
 from jaxstrategy._src.tracing.stages.stages import MaskArguments, Placement
 from jaxstrategy._src.tracing.traced_step import ReplicaStep, StepEnvironment, name_of
 from jaxstrategy._src.tracing.translation import (
@@ -204,7 +203,9 @@ class EagerSteps:
                 call.masks.tracing(leaves),
             ):
                 returned = call.run(leaves)
-            return _results.flatten(returned, call.signature.statics, call.name)
+            return _signature.flatten_results(
+                returned, call.signature.statics, call.name
+            )
 
         threads = [
             ReplicaThread(
@@ -333,7 +334,7 @@ class _EagerCall:
             arguments = call.arguments
         if self.objects is not None:
             self.expected = array_options(self.options).expect_mirrored
-        self.leaves, self.signature = _roles.flatten(step_fn, arguments)
+        self.leaves, self.signature = _signature.flatten(step_fn, arguments)
         step = ReplicaStep(lambda: step_fn, environment, self.signature, lambda: False)
         self.roles = step.roles
         self.masks = MaskArguments(step)

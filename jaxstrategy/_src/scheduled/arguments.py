@@ -21,8 +21,8 @@ from jaxstrategy._src.replicas.mesh import as_numbers
 from jaxstrategy._src.scheduled import trace as _trace
 from jaxstrategy._src.scheduled.values import PerWorkerValue, WorkerArgument
 from jaxstrategy._src.text import array_type
-from jaxstrategy._src.tracing import roles
-from jaxstrategy._src.tracing.roles import Signature
+from jaxstrategy._src.tracing import signature as _signature
+from jaxstrategy._src.tracing.signature import Signature
 from jaxstrategy._src.values import arrays as _arrays, per_replica, trees
 from jaxstrategy._src.values.arrays import (
     Function,
@@ -226,7 +226,7 @@ class ScheduledArguments:
                 if isinstance(leaf, PerWorkerValue):
                     leaves[index] = leaf.of_worker(worker)
             args, kwargs = jax.tree.unflatten(structure, leaves)
-        leaves, signature = roles.flatten(self.fn, (args, kwargs))
+        leaves, signature = _signature.flatten(self.fn, (args, kwargs))
         arrays = [_arrays.as_array(leaf, "argument") for leaf in leaves]
         return arrays, (signature, tuple((x.shape, x.dtype) for x in arrays))
 

@@ -48,7 +48,7 @@ from jaxstrategy._src.scheduled.shipping import shipped
 from jaxstrategy._src.scheduled.trace import Call, FunctionTrace, trace_function
 from jaxstrategy._src.scheduled.values import WorkerArgument
 from jaxstrategy._src.text import shown
-from jaxstrategy._src.tracing import results as _results, roles
+from jaxstrategy._src.tracing import signature as _signature
 from jaxstrategy._src.tracing.function_cache import FunctionKey, identity
 from jaxstrategy._src.tracing.functions import code as _code, rebinding
 from jaxstrategy._src.tracing.functions.code import as_method, attributes_of
@@ -59,8 +59,7 @@ from jaxstrategy._src.tracing.functions.references import (
     weak_function,
 )
 from jaxstrategy._src.tracing.jaxprs import Jaxpr, all_eqns
-from jaxstrategy._src.tracing.results import Results
-from jaxstrategy._src.tracing.roles import Signature
+from jaxstrategy._src.tracing.signature import Results, Signature
 from jaxstrategy._src.values import arrays as _arrays
 from jaxstrategy._src.values.arrays import Arguments, Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import Handle, PerReplica
@@ -149,7 +148,7 @@ class HostCode:
             if isinstance(each, Variable):
                 each._adopt(strategy)
         with context.entered(worker=None):
-            leaves, signature = roles.flatten(fn, (args, kwargs))
+            leaves, signature = _signature.flatten(fn, (args, kwargs))
             arrays = [_arrays.as_array(leaf, "argument") for leaf in leaves]
             trace = trace_function(fn, strategy, signature, arrays)
             function = fn, strategy, signature, arrays, slots
@@ -201,7 +200,7 @@ class _Program:
             own.append(
                 value if how is None else jax.random.wrap_key_data(value, impl=how)
             )
-        return _results.unwrap_non_arrays(self.results.rebuild(own))
+        return _signature.unwrap_non_arrays(self.results.rebuild(own))
 
 
 @final

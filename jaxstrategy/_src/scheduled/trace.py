@@ -24,8 +24,7 @@ from jaxstrategy._src.tracing.checks import step_checks
 from jaxstrategy._src.tracing.jaxprs import Equation, Jaxpr, with_values
 from jaxstrategy._src.tracing.nnx import object_calls
 from jaxstrategy._src.tracing.partition.partition import inline_calls
-from jaxstrategy._src.tracing.results import is_one_leaf
-from jaxstrategy._src.tracing.roles import Role, Signature
+from jaxstrategy._src.tracing.signature import Role, Signature, is_one_leaf
 from jaxstrategy._src.tracing.stages import stages
 from jaxstrategy._src.tracing.trace import Trace
 from jaxstrategy._src.tracing.traced_step import (

@@ -36,7 +36,7 @@ from jaxstrategy._src.replicas.replicas import (
     Replicas,
     sharded_along,
 )
-from jaxstrategy._src.tracing import results as _results
+from jaxstrategy._src.tracing import signature as _signature
 from jaxstrategy._src.tracing.constants import constants, fingerprint
 from jaxstrategy._src.tracing.jaxprs import (
     Atom,
@@ -396,7 +396,7 @@ def build_replicated(
         inputs = [new.get(index, leaf) for index, leaf in enumerate(leaves)]
         returned = _called(fn, jax.tree.unflatten(treedef, inputs), replicas)
         returned, stacked = _without_versions(returned, replicas)
-        arrays, results = _results.flatten(returned, leaves, name_of(fn))
+        arrays, results = _signature.flatten_results(returned, leaves, name_of(fn))
         return results.rebuild(arrays), stacked
 
     inputs = [leaves[index] for index in traced]
@@ -486,7 +486,7 @@ def _without_versions(
         stacked.append(array)
         return _Versions(len(stacked) - 1)
 
-    marks = jax.tree.map_with_path(marked, tree, is_leaf=_results.is_one_leaf)
+    marks = jax.tree.map_with_path(marked, tree, is_leaf=_signature.is_one_leaf)
     return marks, stacked
 
 
@@ -496,5 +496,5 @@ def _with_versions(tree: PyTree, stacked: Sequence[jax.Array]) -> PyTree:
     def unmarked(leaf: Leaf) -> Leaf:
         return PerReplica(stacked[leaf.n]) if isinstance(leaf, _Versions) else leaf
 
-    plain = _results.unwrap_non_arrays(tree)
+    plain = _signature.unwrap_non_arrays(tree)
     return jax.tree.map(unmarked, plain, is_leaf=per_replica.is_per_replica)

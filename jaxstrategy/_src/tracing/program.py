@@ -19,13 +19,12 @@ from jax.stages import Lowered, Wrapped
 from jaxstrategy._src.errors import CompiledStepError
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.replicas import mesh
-from jaxstrategy._src.tracing import results as _results
+from jaxstrategy._src.tracing import signature as _signature
 from jaxstrategy._src.tracing.constants import constants
 from jaxstrategy._src.tracing.functions.references import are_identical, weak_method
 from jaxstrategy._src.tracing.jaxprs import Jaxpr
 from jaxstrategy._src.tracing.partition.layout import output_shardings
 from jaxstrategy._src.tracing.partition.partitioned_step import PartitionedStep
-from jaxstrategy._src.tracing.roles import Role, Signature, must_check_first
 from jaxstrategy._src.tracing.saved_step import (
     Obtain,
     OutdatedCall,
@@ -33,9 +32,15 @@ from jaxstrategy._src.tracing.saved_step import (
     PreparedCall,
     traced_caller,
 )
+from jaxstrategy._src.tracing.signature import Role, Signature, must_check_first
 from jaxstrategy._src.tracing.stages.finite import Finite
-from jaxstrategy._src.tracing.stages.stages import Placement, Stages, count_dispatch
-from jaxstrategy._src.tracing.stages.variables import VariableArguments, VariableBuffers
+from jaxstrategy._src.tracing.stages.stages import (
+    Placement,
+    Stages,
+    VariableArguments,
+    VariableBuffers,
+    count_dispatch,
+)
 from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
 from jaxstrategy._src.values.arrays import Leaf, PyTree, TreeStructure
 from jaxstrategy._src.values.per_replica import PerReplica
@@ -515,7 +520,7 @@ class Executable:
         if self._is_counted:
             count_dispatch(outputs[0])
         has_non_arrays = self._traces.has_non_arrays
-        return _results.unwrap_non_arrays(results) if has_non_arrays else results
+        return _signature.unwrap_non_arrays(results) if has_non_arrays else results
 
     def call_bare(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
         """The step's results, without a look at leaves other than `PerReplica`s."""
@@ -536,7 +541,9 @@ class Executable:
             results, _, _ = self.compiled(*inputs)
         finally:
             traces.inputs = ()
-        return _results.unwrap_non_arrays(results) if traces.has_non_arrays else results
+        return (
+            _signature.unwrap_non_arrays(results) if traces.has_non_arrays else results
+        )
 
     def lower(self, types: Sequence[jax.ShapeDtypeStruct]) -> Lowered:
         """The jitted function, lowered for arguments of these types."""

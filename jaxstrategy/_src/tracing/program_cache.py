@@ -15,7 +15,7 @@ from jaxstrategy._src import text
 from jaxstrategy._src.errors import CompiledStepError, RecompilationWarning
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.text import array_type, shown
-from jaxstrategy._src.tracing import roles as _roles
+from jaxstrategy._src.tracing import signature as _signature
 from jaxstrategy._src.tracing.checks.step_checks import check
 from jaxstrategy._src.tracing.checks.varying_results import Returned, Unstated
 from jaxstrategy._src.tracing.functions import code
@@ -36,8 +36,8 @@ from jaxstrategy._src.tracing.nnx.object_calls import (
 )
 from jaxstrategy._src.tracing.nnx.objects import CallerObjects, ObjectStructure
 from jaxstrategy._src.tracing.program import InputLayout, NotTraced, Program, Retraced
-from jaxstrategy._src.tracing.roles import Signature, are_live_arrays
 from jaxstrategy._src.tracing.saved_step import Obtain
+from jaxstrategy._src.tracing.signature import Signature, are_live_arrays
 from jaxstrategy._src.tracing.step_agreement import AgreedPreparation, StepAgreement
 from jaxstrategy._src.tracing.traced_step import (
     ReplicaStep,
@@ -504,7 +504,7 @@ class ProgramCache:
         if call is not None:
             self._for_objects(call).prepare({}, call.arguments, obtain)
         else:
-            leaves, signature = _roles.flatten(self._fn, arguments, abstract=True)
+            leaves, signature = _signature.flatten(self._fn, arguments, abstract=True)
             program, _ = self._new_program(signature)
             program.prepare(leaves, obtain)
             self._programs[signature] = program
@@ -519,7 +519,7 @@ class ProgramCache:
         call = object_call(arguments, {}, self._objects)
         if call is not None:
             return self._call_with_objects(call)
-        leaves, signature = _roles.flatten(fn, arguments)
+        leaves, signature = _signature.flatten(fn, arguments)
         program, unstated = self._programs.get(signature), None
         if program is None:
             if self._frozen is not None:

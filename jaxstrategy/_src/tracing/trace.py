@@ -49,7 +49,7 @@ from jaxstrategy._src.tracing.jaxprs import (
 from jaxstrategy._src.tracing.numbered_prints import on_own_devices, with_numbers
 from jaxstrategy._src.tracing.replication.rules import analyse
 from jaxstrategy._src.tracing.replication.types import Findings, Replication, Site
-from jaxstrategy._src.tracing.results import Results
+from jaxstrategy._src.tracing.signature import Results
 from jaxstrategy._src.tracing.translation import UnknownAxis
 from jaxstrategy._src.tracing.vmapped.replicas import on_replicas
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree

@@ -20,14 +20,13 @@ from jaxstrategy._src.replicas.replicas import (
     Replicas,
 )
 from jaxstrategy._src.text import Line
-from jaxstrategy._src.tracing import results
+from jaxstrategy._src.tracing import signature as _signature
 from jaxstrategy._src.tracing.constants import ProgramValue
 from jaxstrategy._src.tracing.functions import rebinding
 from jaxstrategy._src.tracing.jaxprs import ArrayType, Jaxpr, KeyPath, variables
 from jaxstrategy._src.tracing.nnx.object_calls import takes_arrays
 from jaxstrategy._src.tracing.replication.types import Findings, Replication
-from jaxstrategy._src.tracing.results import NamedResults, Results
-from jaxstrategy._src.tracing.roles import Role, Signature
+from jaxstrategy._src.tracing.signature import NamedResults, Results, Role, Signature
 from jaxstrategy._src.tracing.trace import (
     Evaluate,
     Trace,
@@ -161,7 +160,7 @@ class ReplicaStep:
             if (new := translated(error, self.name, self.replicas)) is None:
                 raise
             raise new from error
-        return results.flatten(returned, self.signature.statics, self.name)
+        return _signature.flatten_results(returned, self.signature.statics, self.name)
 
 
 def name_of(fn: Function) -> str:

@@ -26,8 +26,7 @@ from jaxstrategy._src.tracing.jaxprs import (
     plain,
 )
 from jaxstrategy._src.tracing.replication.types import Replication
-from jaxstrategy._src.tracing.results import NamedResults
-from jaxstrategy._src.tracing.roles import Role, Signature
+from jaxstrategy._src.tracing.signature import NamedResults, Role, Signature
 from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.values import per_replica, trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure

@@ -20,7 +20,7 @@ from jaxstrategy._src.replicas.replicas import STACKED, Replicas, sharded_along
 from jaxstrategy._src.replicas.state_sharding import LeafSharding
 from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.text import Line
-from jaxstrategy._src.tracing import roles as _roles
+from jaxstrategy._src.tracing import signature as _signature
 from jaxstrategy._src.tracing.checks.step_checks import problems
 from jaxstrategy._src.tracing.explanation import compiled_program
 from jaxstrategy._src.tracing.explanation.explanation import (
@@ -54,7 +54,7 @@ from jaxstrategy._src.tracing.partition.per_replica_part import Exchange
 from jaxstrategy._src.tracing.program import Program
 from jaxstrategy._src.tracing.replication.control import scan_counts
 from jaxstrategy._src.tracing.replication.types import Collective, Site
-from jaxstrategy._src.tracing.roles import Role
+from jaxstrategy._src.tracing.signature import Role
 from jaxstrategy._src.tracing.traced_step import (
     ReplicaStep,
     StepEnvironment,
@@ -76,7 +76,7 @@ def explain(
 ) -> Explanation:
     """Explains `fn(*args, **kwargs)` on the replicas of a strategy."""
     fn, arguments, options = object_calls.as_arrays(fn, (args, kwargs), options)
-    leaves, signature = _roles.flatten(fn, arguments, abstract=True)
+    leaves, signature = _signature.flatten(fn, arguments, abstract=True)
     replica_step = ReplicaStep(lambda: fn, environment, signature, lambda: True)
     steps: list[TracedStep] = []
     unchecked = dataclasses.replace(options, check_finite=False)

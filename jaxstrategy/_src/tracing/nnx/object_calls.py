@@ -17,7 +17,7 @@ from jaxstrategy._src.contexts.replica_context import ReplicaContext
 from jaxstrategy._src.errors import ObjectError
 from jaxstrategy._src.options import RunOptions, is_function
 from jaxstrategy._src.text import users_line
-from jaxstrategy._src.tracing import roles
+from jaxstrategy._src.tracing import signature as _signature
 from jaxstrategy._src.tracing.functions import code, rebinding
 from jaxstrategy._src.tracing.jaxprs import KeyPath
 from jaxstrategy._src.tracing.nnx.objects import (
@@ -90,7 +90,7 @@ def _labels(step: Function, arguments: Arguments) -> list[str]:
     nodes, structure = jax.tree.flatten(arguments, is_leaf=is_whole_or_arrays)
     numbered = jax.tree.unflatten(structure, range(len(nodes)))
     return [
-        roles.label(step, numbered, index).strip("`")
+        _signature.label(step, numbered, index).strip("`")
         for index, node in enumerate(nodes)
         if is_object_arrays(node)
     ]
