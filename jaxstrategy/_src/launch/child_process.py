@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol, final
 
 from jaxstrategy._src.cluster.resolvers.environment import LATE
-from jaxstrategy._src.processes.exit_codes import ExitCode
+from jaxstrategy._src.processes.exit_codes import MEANINGS
 
 TAIL = 20
 """Lines of output that are kept."""
@@ -317,8 +317,7 @@ def described(code: int) -> str:
     """A return code of `subprocess` in words."""
     if code < 0:
         return f"signal {signal_name(-code)}"
-    row = ExitCode.of(code)
-    return f"exit code {code}" if row is None else f"exit code {code} ({row.meaning})"
+    return f"exit code {code}" + (f" ({MEANINGS[code]})" if code in MEANINGS else "")
 
 
 def signal_name(number: int) -> str:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from jaxstrategy._src.cluster.resolvers.cluster_spec import host_and_port
 from jaxstrategy._src.launch.options import (
-    ALWAYS_AGAIN,
-    NEVER_AGAIN,
     JobTask,
     Options,
     job_tasks,
@@ -32,11 +30,11 @@ export {SECRET}
 
 # After the script, whose exit code is `$code`.
 _END = """\
-  if {is_preempted}; then  # the state is saved: go on when there is room
+  if [ "$code" -eq {always:d} ]; then  # the state is saved: go on when there is room
     scontrol requeue "$SLURM_JOB_ID"
     exit "$code"
   fi
-  if [ "$code" -eq 0 ] || {is_final} || [ "$restarts" -eq 0 ]; then
+  if [ "$code" -eq 0 ] || [ "$code" -eq {never:d} ] || [ "$restarts" -eq 0 ]; then
     exit "$code"
   fi
   restarts=$((restarts - 1))
@@ -137,19 +135,13 @@ while true; do
 
 def script(options: Options) -> str:
     """A batch script for `sbatch`, whose `srun` starts what the launcher would."""
-
-    def one_of(codes: list[ExitCode]) -> str:
-        return " || ".join(f'[ "$code" -eq {code.value} ]' for code in codes)
-
     parts = {
         "name": job_name(options.name),
         "nodes": options.nodes,
         "make_secret": _MAKE_SECRET,
         "max_restarts": options.max_restarts,
         "command": shlex.join(["python", *options.program]),
-        "end": _END.format(
-            is_preempted=one_of(ALWAYS_AGAIN), is_final=one_of(NEVER_AGAIN)
-        ),
+        "end": _END.format(always=ExitCode.PREEMPTED, never=ExitCode.NO_RESTART),
     }
     if options.workers is not None:
         return _role_script(options, parts)
@@ -220,8 +212,8 @@ _JOBSET = """\
 #   {how_to_make_one} |
 #     kubectl create secret generic {name}-cluster-secret --from-file=secret=/dev/stdin
 # Then `kubectl apply -f` this file. A pod that fails starts all of them again, up to
-# maxRestarts times; after exit code {never} starting again would not mend it, and
-# after {always} the state is saved, so that a new pod goes on.{manifest}
+# maxRestarts times; after exit code {never:d} starting again would not mend it, and
+# after {always:d} the state is saved, so that a new pod goes on.{manifest}
 """
 
 
@@ -243,8 +235,8 @@ def manifest(options: Options) -> str:
     return _JOBSET.format(
         how_to_make_one=HOW_TO_MAKE_ONE,
         name=name,
-        never=_listed(NEVER_AGAIN),
-        always=_listed(ALWAYS_AGAIN),
+        never=ExitCode.NO_RESTART,
+        always=ExitCode.PREEMPTED,
         manifest=_yaml({**head, "metadata": {"name": _quoted(name)}, "spec": spec}),
     )
 
@@ -292,12 +284,10 @@ def _job(
     }
     pod = {"restartPolicy": "Never", "terminationGracePeriodSeconds": 120}
     if task.job in ("process", "chief"):
-        actions = {"FailJob": NEVER_AGAIN, "Ignore": ALWAYS_AGAIN}
+        actions = {"FailJob": ExitCode.NO_RESTART, "Ignore": ExitCode.PREEMPTED}
         rules = [
-            {"action": action, "onExitCodes": f"{{operator: In, values: [{values}]}}"}
-            for action, values in zip(
-                actions, map(_listed, actions.values()), strict=True
-            )
+            {"action": action, "onExitCodes": f"{{operator: In, values: [{code:d}]}}"}
+            for action, code in actions.items()
         ]
         job |= {"backoffLimit": 0, "podFailurePolicy": {"rules": rules}}
     else:  # it is started again by itself, whenever it ends
@@ -344,10 +334,6 @@ def _quoted(text: str) -> str:
     plain = set(map(chr, range(0x20, 0x7F))) - {'"', "\\"}
     escaped = (c if c in plain else rf"\U{ord(c):08x}" for c in text)
     return f'"{"".join(escaped)}"'
-
-
-def _listed(codes: Iterable[int]) -> str:
-    return ", ".join(str(int(code)) for code in codes)
 
 
 def dns_name(name: str) -> str:

@@ -33,9 +33,7 @@ from jaxstrategy._src.launch.child_process import (
     signal_name,
 )
 from jaxstrategy._src.launch.options import (
-    ALWAYS_AGAIN,
     GPUS,
-    NEVER_AGAIN,
     JobTask,
     Options,
     job_tasks,
@@ -43,7 +41,7 @@ from jaxstrategy._src.launch.options import (
     share,
     tf_config,
 )
-from jaxstrategy._src.processes.exit_codes import ExitCode, is_good
+from jaxstrategy._src.processes.exit_codes import GOOD, ExitCode
 from jaxstrategy._src.processes.secret import Secret
 from jaxstrategy._src.text import plural, with_noun, with_seconds
 
@@ -269,9 +267,9 @@ class Processes:
 
 def _left_after(code: int, left: int) -> int | None:
     """The restarts that are left after another start; None if there is to be none."""
-    if code in ALWAYS_AGAIN:
+    if code == ExitCode.PREEMPTED:
         return left
-    return None if code in NEVER_AGAIN or not left else left - 1
+    return None if code == ExitCode.NO_RESTART or not left else left - 1
 
 
 # Jobs of processes that take the same steps.
@@ -311,7 +309,7 @@ class Attempt(Processes):
                 self.killed = sorted([*self.killed, end.rank])
             else:
                 self.codes[end.rank] = end.code
-            if not is_good(end.code):
+            if end.code not in GOOD:
                 self.end_within(self._options.grace)
         for worker in self.workers.values():
             worker.close()
@@ -334,13 +332,8 @@ class Attempt(Processes):
     @property
     def failed(self) -> dict[int, int]:
         """The codes of those that failed; consequences of others are at the end."""
-
-        def is_consequence(code: int) -> bool:
-            row = ExitCode.of(code)
-            return row is not None and row.is_consequence
-
-        failed = [end for end in self.codes.items() if not is_good(end[1])]
-        first = [end for end in failed if not is_consequence(end[1])]
+        failed = [end for end in self.codes.items() if end[1] not in GOOD]
+        first = [end for end in failed if end[1] != ExitCode.PEER_DIED]
         asked = signal.SIGTERM if self._was_asked_to_grow else self.asked
         if asked is not None:  # to end without saving is no failure
             return {k: code for k, code in first if code not in (-asked, 128 + asked)}
@@ -356,10 +349,8 @@ class Attempt(Processes):
         """That of the launcher, if this was its last attempt."""
         if self.failed:
             return as_shell(next(iter(self.failed.values())))
-        if not self.killed:
-            for code in self.codes.values():
-                if code in ALWAYS_AGAIN:
-                    return code
+        if not self.killed and ExitCode.PREEMPTED in self.codes.values():
+            return int(ExitCode.PREEMPTED)
         stopped = self.killed or any(self.codes.values())
         return 128 + self.asked if self.asked is not None and stopped else 0
 
@@ -397,7 +388,7 @@ class Attempt(Processes):
             say(f"stopped by {signal_name(self.asked)}{after}")
         elif self.grows:
             say("ended for more processes to take part")
-        elif self.code in ALWAYS_AGAIN:
+        elif self.code == ExitCode.PREEMPTED:
             say("preempted, the state is saved")
 
 
@@ -503,10 +494,14 @@ class Job:
         if attempt.asked is None and self._events.empty():
             if (cause := attempt.cause) is None:
                 attempt.tell()
-                return attempt.grows or attempt.code in ALWAYS_AGAIN
+                return attempt.grows or attempt.code == ExitCode.PREEMPTED
             code = attempt.failed[cause]
             left = _left_after(code, self._restarts)
-            if left is None and code not in NEVER_AGAIN and self._options.max_restarts:
+            if (
+                left is None
+                and code != ExitCode.NO_RESTART
+                and self._options.max_restarts
+            ):
                 used = with_noun(self._options.max_restarts, "restart")
                 self._screens.say(f"the {used} of --max-restarts have been made")
         self._restarts = left or 0
@@ -619,7 +614,7 @@ class RoleJob:
                 self._screens.say(f"chief failed with {described(code)}")
                 return code
             self._restarts = left
-        elif asked or (name == "evaluator" and is_good(code)):
+        elif asked or (name == "evaluator" and code in GOOD):
             return None
         self._screens.say(f"{name} ended with {described(code)} and is started again")
         pause = self._pauses.pop(rank, 0.0)

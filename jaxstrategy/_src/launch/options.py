@@ -13,7 +13,7 @@ from typing import Any, TypeVar, final
 from jaxstrategy._src.cluster.resolvers import environment as _environment
 from jaxstrategy._src.cluster.resolvers.cluster_spec import endpoint, host_and_port
 from jaxstrategy._src.processes import secret
-from jaxstrategy._src.processes.exit_codes import ExitCode, Restart
+from jaxstrategy._src.processes.exit_codes import MEANINGS, ExitCode
 from jaxstrategy._src.processes.secret import Secret
 
 T = TypeVar("T", int, float)
@@ -52,9 +52,7 @@ _CHECK = (
     "jaxstrategy._src.training.job_check"  # above this layer, and only run from here
 )
 
-_MEANINGS = "\n".join(f"  {row.value:<10}{row.meaning}" for row in ExitCode)
-_NEVER = ", ".join(map(str, ExitCode.that_restart(Restart.NEVER)))
-_ALWAYS = ", ".join(map(str, ExitCode.that_restart(Restart.UNCOUNTED)))
+_MEANINGS = "\n".join(f"  {code:<10d}{text}" for code, text in MEANINGS.items())
 
 MORE = f"""\
 What a process sees, in its environment:
@@ -106,8 +104,8 @@ Exit codes:
 {_MEANINGS}
   128 + s   a process died of signal s (137: SIGKILL, 139: SIGSEGV, 134: SIGABRT)
   other     that of the process that failed first
-{_NEVER} is never restarted. {_ALWAYS} always is, and does not count, unless the
-launcher itself was asked to stop.
+{ExitCode.NO_RESTART:d} is never restarted. {ExitCode.PREEMPTED:d} always is, and does
+not count, unless the launcher itself was asked to stop.
 """
 
 
@@ -475,9 +473,6 @@ def _about_ray(o: Options, environment: Mapping[str, str]) -> Iterator[str]:
 
 
 # The processes of a job: what each runs, and what it is told.
-
-NEVER_AGAIN = ExitCode.that_restart(Restart.NEVER)
-ALWAYS_AGAIN = ExitCode.that_restart(Restart.UNCOUNTED)
 
 _SERVE = ("-m", "jaxstrategy.parameter_servers")  # it is above this layer
 
