@@ -34,7 +34,7 @@ def test_each_name_leads_somewhere_or_has_advice():
 
 def test_forms_of_calls_are_those_of_the_new_function():
     for row in tables.ROWS:
-        if row.form is None or row.new is None:
+        if row.pattern is None or row.new is None:
             continue
         try:
             parameters = inspect.signature(found_at(row.new)).parameters
@@ -51,7 +51,7 @@ def test_forms_of_calls_are_those_of_the_new_function():
                     inspect.Parameter.POSITIONAL_OR_KEYWORD,
                 )
             ]
-            assert row.form.positional <= len(by_place), row
-        for name in filter(None, row.form.keywords.values()):
+            assert row.pattern.positional <= len(by_place), row
+        for name in filter(None, row.pattern.keywords.values()):
             kind = parameters[name].kind
             assert kind is not inspect.Parameter.POSITIONAL_ONLY, row

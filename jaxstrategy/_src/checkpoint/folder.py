@@ -23,7 +23,7 @@ _S = TypeVar("_S")
 _T = TypeVar("_T")
 
 # What network file systems say of what they can do a moment later.
-_PASSING = {
+_TRANSIENT = {
     errno.EAGAIN,
     errno.EBUSY,
     errno.EINTR,
@@ -43,10 +43,10 @@ _NO_FILE = {
 }
 
 
-def _patient(
+def _retried(
     method: Callable[Concatenate[_S, _P], _T],
 ) -> Callable[Concatenate[_S, _P], _T]:
-    """`method`, called again when it fails for a passing reason."""
+    """`method`, called again after an error that may pass."""
 
     @functools.wraps(method)
     def again(self: _S, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -54,7 +54,7 @@ def _patient(
             try:
                 return method(self, *args, **kwargs)
             except OSError as error:
-                if error.errno not in _PASSING:
+                if error.errno not in _TRANSIENT:
                     raise
             time.sleep(seconds)
         return method(self, *args, **kwargs)
@@ -66,7 +66,7 @@ def _patient(
 class LocalFiles:
     """Files of the operating system, network file systems included."""
 
-    @_patient
+    @_retried
     def names(self, folder: PathOrText) -> list[str]:
         """The names in a folder; none if it is no folder."""
         try:
@@ -74,7 +74,7 @@ class LocalFiles:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    @_patient
+    @_retried
     def make(self, folder: PathOrText) -> None:
         """Makes a folder, and those above it; it may exist."""
         pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ class LocalFiles:
         """Gives a folder another name, under which nothing is yet."""
         self._rename(old, new, self.version(old))
 
-    @_patient
+    @_retried
     def _rename(self, old: PathOrText, new: PathOrText, before: Hashable) -> None:
         try:
             # POSIX puts a folder in the place of an empty one, without an error.
@@ -98,7 +98,7 @@ class LocalFiles:
                     return
             raise
 
-    @_patient
+    @_retried
     def remove(self, path: PathOrText) -> None:
         """Deletes it with all that is in it; of a link, the link. It may be gone."""
         try:
@@ -108,11 +108,11 @@ class LocalFiles:
             if os.path.lexists(path):  # a file in it was gone; the rest is there
                 raise
 
-    @_patient
+    @_retried
     def size(self, path: PathOrText) -> int:
         return os.stat(path).st_size
 
-    @_patient
+    @_retried
     def text(self, path: PathOrText) -> str:
         # To open a pipe otherwise would wait for its other end.
         def opened(path: str, flags: int) -> int:
@@ -121,7 +121,7 @@ class LocalFiles:
         with open(path, encoding="utf-8", opener=opened) as file:
             return file.read()
 
-    @_patient
+    @_retried
     def version(self, path: PathOrText) -> Hashable:
         """Another value when the file or folder is another one, or was changed."""
         try:
@@ -141,36 +141,36 @@ class CloudFiles:
     def _of(self, path: PathOrText) -> Path:
         return self._path_of(os.fspath(path))
 
-    @_patient
+    @_retried
     def names(self, folder: PathOrText) -> list[str]:
         try:
             return [path.name for path in self._of(folder).iterdir()]
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    @_patient
+    @_retried
     def make(self, folder: PathOrText) -> None:
         self._of(folder).mkdir(parents=True, exist_ok=True)
 
-    @_patient
+    @_retried
     def rename(self, old: PathOrText, new: PathOrText) -> None:
         self._of(old).rename(self._of(new))
 
-    @_patient
+    @_retried
     def remove(self, path: PathOrText) -> None:
         found = self._of(path)
         if found.exists():
             found.rmtree() if found.is_dir() else found.unlink()
 
-    @_patient
+    @_retried
     def size(self, path: PathOrText) -> int:
         return self._of(path).stat().length
 
-    @_patient
+    @_retried
     def text(self, path: PathOrText) -> str:
         return self._of(path).read_text()
 
-    @_patient
+    @_retried
     def version(self, path: PathOrText) -> Hashable:
         found = self._of(path).stat()
         return found.length, found.mtime
@@ -208,7 +208,7 @@ class Folder:
         # What was complete when it was looked at last.
         self._read: dict[int, tuple[Hashable, Record]] = {}
 
-    def named(self) -> list[int]:
+    def steps(self) -> list[int]:
         """Steps for which there is something, good or not, in order."""
         names = self._files.names(self.path)
         return sorted(map(int, filter(_STEP.fullmatch, names)))
@@ -272,13 +272,13 @@ class Folder:
         return None
 
     def latest(self) -> int | None:
-        for step in reversed(self.named()):
+        for step in reversed(self.steps()):
             if self.good_record(step) is not None:
                 return step
         return None
 
     def good(self) -> dict[int, Record]:
-        found = {step: self.good_record(step) for step in self.named()}
+        found = {step: self.good_record(step) for step in self.steps()}
         return {step: record for step, record in found.items() if record is not None}
 
     def begin(self, step: int) -> str:
@@ -338,7 +338,7 @@ class Folder:
         ]
         return max(ranked)[1] if ranked else None
 
-    def thin_out(self, keep: int) -> None:
+    def delete_old(self, keep: int) -> None:
         """Deletes what is neither among the last `keep` nor the best."""
         records = self.good()
         best = self.best(records)

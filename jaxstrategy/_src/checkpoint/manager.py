@@ -238,7 +238,7 @@ class CheckpointManager:
         if not force and self._every is not None and step % self._every:
             return False
         numbers = self._checked(metrics, extra)
-        what = self._what("save", step)
+        what = self._topic("save", step)
         self._join()
         if self._is_saved(step, what):
             return False
@@ -328,8 +328,8 @@ class CheckpointManager:
             )
         return numbers
 
-    def _what(self, doing: str, step: int | None = None) -> str:
-        """Something that is done, in the words by which the processes compare it."""
+    def _topic(self, doing: str, step: int | None = None) -> str:
+        """The topic by which the processes compare what they do."""
         which = "" if step is None else f" checkpoint {step}"
         return f"{doing}{which} in `{self._folder.path}`"
 
@@ -376,7 +376,7 @@ class CheckpointManager:
             return
         try:
             if jax.process_index() == 0 and self._keep is not None:
-                self._folder.thin_out(self._keep)
+                self._folder.delete_old(self._keep)
         except OSError as error:
             self._failure = CheckpointError(
                 f"Checkpoint {step} is written, but an older one could not be deleted "
@@ -433,7 +433,7 @@ class CheckpointManager:
           FileNotFoundError: there is none.
         """
         self.wait()
-        what = self._what("delete", step)
+        what = self._topic("delete", step)
         self._require(step, what)
         if jax.process_index() == 0:
             self._folder.delete(step)
@@ -472,13 +472,13 @@ class CheckpointManager:
         damaged: dict[int, str] = {}
         if step is not None:
             step = _checked_step(step)
-            what = self._what("restore", step)
-            if self._memory is not None and step not in self._named(what):
+            what = self._topic("restore", step)
+            if self._memory is not None and step not in self._steps_on_disk(what):
                 if self._latest_in_memory(what) == step:
                     found = self._from_memory(state_like, partial, [])
                     if found is not None:
                         return found
-            self._require(step, self._what("restore", step))
+            self._require(step, self._topic("restore", step))
             reason = self._damage(step)
             if reason is not None:
                 raise CheckpointError(
@@ -486,7 +486,7 @@ class CheckpointManager:
                     f"{reason}. Without a step the latest good one is restored."
                 )
         else:
-            named = self._named(self._what("restore"))
+            named = self._steps_on_disk(self._topic("restore"))
             found = self._from_memory(state_like, partial, named)
             if found is not None:
                 return found
@@ -503,21 +503,21 @@ class CheckpointManager:
         state = self._read(state_like, step, partial, damaged)
         self._own.add(step)
         if self._memory is not None:  # these are of a course that is left
-            self._memory.delete(self._what("leave the snapshots of"))
+            self._memory.delete(self._topic("leave the snapshots of"))
         return state
 
     def _from_memory(
         self, state_like: PyTree, partial: bool, named: list[int]
     ) -> PyTree | None:
         """The state of a snapshot later than checkpoints of these steps."""
-        memory, what = self._memory, self._what("restore a snapshot")
+        memory, what = self._memory, self._topic("restore a snapshot")
         step = self._latest_in_memory(what)
         if memory is None or step is None or step <= max(named, default=-1):
             return None
         try:
             record, read = memory.find(what)
             where = f"The snapshot of step {step} in memory"
-            return self._filled(
+            return self._restore_into(
                 state_like, record, where, partial, read, from_memory=True
             )
         except CheckpointError as error:
@@ -530,12 +530,12 @@ class CheckpointManager:
                 return self._memory.latest(what)
         return None
 
-    def _named(self, what: str) -> list[int]:
+    def _steps_on_disk(self, what: str) -> list[int]:
         """Steps for which there is something, good or not, in order."""
-        return agreement.agree(what, self._folder.named())[0]
+        return agreement.agree(what, self._folder.steps())[0]
 
     def _require(self, step: int, what: str) -> None:
-        named = self._named(what)
+        named = self._steps_on_disk(what)
         if step not in named:
             has = ", ".join(map(str, named)) if named else "none"
             raise FileNotFoundError(
@@ -570,7 +570,7 @@ class CheckpointManager:
     def _damage(self, step: int) -> str | None:
         """The reason why a checkpoint cannot be used, the same in all processes."""
         folder = self._folder.path / str(step)
-        what = self._what("verify", step)
+        what = self._topic("verify", step)
         try:
             with agreement.watched(what, busy="reads its files"):
                 record = self._folder.record(step)
@@ -590,7 +590,7 @@ class CheckpointManager:
         where = f"Checkpoint {step} in `{self._folder.path}`"
 
         def read(readings: Mapping[str, Reading]) -> dict[str, Array]:
-            what = self._what("restore", step)
+            what = self._topic("restore", step)
             try:
                 with agreement.watched(what, busy="reads arrays"):
                     return self._backend.read(self._folder.path / str(step), readings)
@@ -600,26 +600,28 @@ class CheckpointManager:
                     "another program delete or change it meanwhile?"
                 ) from error
 
-        return self._filled(state_like, record, where, partial, read, damaged=damaged)
+        return self._restore_into(
+            state_like, record, where, partial, read, damaged=damaged
+        )
 
-    def _filled(
+    def _restore_into(
         self,
         state_like: PyTree,
         record: Record,
         where: str,
         partial: bool,
         read: Callable[[Mapping[str, Reading]], dict[str, Array]],
-        **told: Any,
+        **details: Any,
     ) -> PyTree:
-        """The state with the saved values; `told` is known of it, too."""
+        """The state with the saved values; `details` are for `restored`."""
         state = State(state_like, self._replicas())
-        what = self._what("restore", record.step)
+        what = self._topic("restore", record.step)
         agreement.compare_leaves(what, list(state.leaves))
         missing, unexpected = state.check_fits(record.leaves, where, partial)
         arrays = read(state.readings(record.leaves))
         restored = state.restored(record.leaves, arrays)
         self._restored = Restored(
-            record.step, record.metrics, record.extra, missing, unexpected, **told
+            record.step, record.metrics, record.extra, missing, unexpected, **details
         )
         return restored
 
@@ -647,8 +649,8 @@ class CheckpointManager:
         """
         state = init() if _is_function(init) else init
         self.wait()
-        what = self._what("restore")
-        if self._latest_in_memory(what) is None and not self._named(what):
+        what = self._topic("restore")
+        if self._latest_in_memory(what) is None and not self._steps_on_disk(what):
             return State(state, self._replicas()).placed(), 0
         state = self.restore(state, partial=partial)
         assert self._restored is not None, "it has just restored"
@@ -672,7 +674,7 @@ class CheckpointManager:
     def all_steps(self) -> list[int]:
         """The steps of all complete checkpoints, in order."""
         found = list(self._folder.good())
-        return agreement.agree(self._what("list the checkpoints"), found)[0]
+        return agreement.agree(self._topic("list the checkpoints"), found)[0]
 
     def latest_step(self) -> int | None:
         """The last step whose checkpoint is complete; None if there is none.
@@ -680,8 +682,8 @@ class CheckpointManager:
         It may be that of a snapshot in memory, which `all_steps` does not have.
         """
         latest = self._folder.latest()
-        found = agreement.agree(self._what("find the latest checkpoint"), latest)[0]
-        kept = self._latest_in_memory(self._what("find the latest snapshot"))
+        found = agreement.agree(self._topic("find the latest checkpoint"), latest)[0]
+        kept = self._latest_in_memory(self._topic("find the latest snapshot"))
         return max((each for each in (found, kept) if each is not None), default=None)
 
     def best_step(self) -> int | None:
@@ -696,7 +698,7 @@ class CheckpointManager:
                 "`CheckpointManager(..., best=('accuracy', 'max'))`."
             )
         best = self._folder.best(self._folder.good())
-        return agreement.agree(self._what("find the best checkpoint"), best)[0]
+        return agreement.agree(self._topic("find the best checkpoint"), best)[0]
 
     def record(self, step: int) -> Record:
         """The description of a checkpoint, which is not restored.
@@ -705,7 +707,7 @@ class CheckpointManager:
           FileNotFoundError: there is none.
           CheckpointError: it is damaged.
         """
-        self._require(step, self._what("read the record of", step))
+        self._require(step, self._topic("read the record of", step))
         return self._record(step)
 
     def _record(self, step: int, is_known: bool = False) -> Record:

@@ -186,7 +186,7 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The record that a text tells.
+        """The record that a JSON text describes.
 
         Raises:
           Damage: it is not what was written.

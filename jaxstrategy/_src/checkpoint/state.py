@@ -56,12 +56,12 @@ class Reading(NamedTuple):
 class Leaf:
     """A value of a state."""
 
-    name: str  # the way to it, `params/dense/kernel`; `.` of a state that is one value
+    name: str  # the path to it, `params/dense/kernel`; `.` of a state that is one value
     value: Any
     # Puts another value there, if it is in an object that changes in place.
     store: Callable[[object], None] | None = None
     # Where it goes if it lies nowhere yet; None for JAX's default device.
-    home: NamedSharding | None = None
+    default_sharding: NamedSharding | None = None
 
 
 @final
@@ -93,7 +93,7 @@ class State:
         """The state as it is, where a restored one would be."""
         values: dict[str, object] = {}
         for name, leaf in self.leaves.items():
-            value, home = leaf.value, leaf.home
+            value, home = leaf.value, leaf.default_sharding
             if isinstance(value, jax.Array) and home is not None:
                 if placement(leaf) != value.sharding:
                     value = building.replicate_leaf(value, home, f"`{name}`")
@@ -199,7 +199,7 @@ def leaves_of(tree: PyTree, replicas: Replicas | None = None) -> dict[str, Leaf]
                 )
             if replicas is not None and is_device_array(leaf.value):
                 home = building.sharding_of(where, leaf.value, is_optimizer, replicas)
-                leaf = dataclasses.replace(leaf, home=home)
+                leaf = dataclasses.replace(leaf, default_sharding=home)
             found[leaf.name] = leaf
     return found
 
@@ -265,7 +265,7 @@ def _escaped(key: object) -> str:
 class Handler:
     """How one kind of value is written to a checkpoint and read from it."""
 
-    takes: Callable[[object], bool]
+    accepts: Callable[[object], bool]
     describe: Callable[[Any], str]
     save: Callable[[Leaf], tuple[Entry, Array | None]]  # an entry, and what to write
     restore: Callable[[Leaf, Entry, Array | None], object]
@@ -277,7 +277,7 @@ class Handler:
 
 def handler_of(leaf: Leaf) -> Handler:
     for handler in _HANDLERS:
-        if handler.takes(leaf.value):
+        if handler.accepts(leaf.value):
             return handler
     raise TypeError(
         f"`{leaf.name}` is a {type(leaf.value).__name__}, which a checkpoint cannot "
@@ -403,8 +403,8 @@ def placement(leaf: Leaf) -> Sharding | None:
     """The place of a restored array; None for JAX's default device, uncommitted."""
     own = leaf.value.sharding
     is_free = own is None or isinstance(own, SingleDeviceSharding)
-    if is_free and leaf.home is not None:
-        return leaf.home
+    if is_free and leaf.default_sharding is not None:
+        return leaf.default_sharding
     # Placed, an uncommitted array would be committed: JAX then refuses to compute with
     # it and arrays of other devices.
     return own if getattr(leaf.value, "committed", True) else None
@@ -588,7 +588,7 @@ def _put_position(leaf: Leaf, state: object) -> object:
 # The first that takes a value has it: NumPy's float64 is a float of Python, too.
 _HANDLERS = (
     Handler(
-        takes=lambda value: isinstance(value, Variable),
+        accepts=lambda value: isinstance(value, Variable),
         describe=_described_array,
         save=_save_array,
         restore=lambda leaf, *read: _restore_device_array(_as_array(leaf), *read),
@@ -596,14 +596,14 @@ _HANDLERS = (
         put=_assign,
     ),
     Handler(
-        takes=is_sharded_variable,
+        accepts=is_sharded_variable,
         describe=_described_array,
         save=_save_sharded,
         restore=_restore_sharded,
         put=lambda leaf, new: _assign(leaf, new) if leaf.value.holds_variables else new,
     ),
     Handler(
-        takes=lambda value: isinstance(value, PerReplica),
+        accepts=lambda value: isinstance(value, PerReplica),
         describe=lambda value: versions(
             per_replica.contents(value).dtype, per_replica.contents(value).shape
         ),
@@ -612,14 +612,14 @@ _HANDLERS = (
         where=_sharding_of_versions,
     ),
     Handler(
-        takes=is_device_array,
+        accepts=is_device_array,
         describe=_described_array,
         save=_save_array,
         restore=_restore_device_array,
         where=placement,
     ),
     Handler(
-        takes=lambda value: isinstance(value, np.ndarray | np.generic),
+        accepts=lambda value: isinstance(value, np.ndarray | np.generic),
         describe=_described_array,
         save=_save_array,
         restore=lambda leaf, *read: np.asarray(_read_array(leaf, *read))[
@@ -627,19 +627,19 @@ _HANDLERS = (
         ],
     ),
     Handler(
-        takes=lambda value: type(value) in NUMBERS.values(),
+        accepts=lambda value: type(value) in NUMBERS.values(),
         describe=lambda value: f"a Python {type(value).__name__}",
         save=_save_number,
         restore=_restore_number,
     ),
     Handler(
-        takes=lambda value: isinstance(value, str),
+        accepts=lambda value: isinstance(value, str),
         describe=lambda value: "a string",
         save=lambda leaf: ({"kind": "text", "value": leaf.value}, None),
         restore=lambda leaf, entry, array: entry["value"],
     ),
     Handler(
-        takes=lambda value: isinstance(value, AbstractInputIterator),
+        accepts=lambda value: isinstance(value, AbstractInputIterator),
         describe=lambda value: "an iterator",
         save=_save_position,
         restore=_restore_position,

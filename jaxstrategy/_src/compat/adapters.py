@@ -71,19 +71,19 @@ S = TypeVar("S", bound="OlderStrategy")
 
 
 @overload
-def same(
-    today: property, of: str = "_core", form: Callable[[Any], Any] | None = None
+def delegated(
+    today: property, of: str = "_core", convert: Callable[[Any], Any] | None = None
 ) -> Any: ...
 @overload
-def same(
+def delegated(
     today: Callable[Concatenate[Any, P], R], of: str = "_core"
 ) -> Callable[Concatenate[Any, P], R]: ...
-def same(
-    today: Any, of: str = "_core", form: Callable[[Any], Any] | None = None
+def delegated(
+    today: Any, of: str = "_core", convert: Callable[[Any], Any] | None = None
 ) -> Any:
-    """A row of a generation's table: a member of today's object, the attribute `of`.
+    """Delegates a member to the object of today, the attribute `of`.
 
-    `form` makes of a property's value what this generation has.
+    `convert` makes what this generation has from the value of a property.
     """
     function: Any = today.fget if isinstance(today, property) else today
     name = function.__name__
@@ -93,7 +93,7 @@ def same(
         found = getattr(operator.attrgetter(of)(self), name)
         if not isinstance(today, property):
             return found(*args, **kwargs)
-        return found if form is None else form(found)
+        return found if convert is None else convert(found)
 
     member.__doc__ = f"Today's `{name}`. {(function.__doc__ or '').splitlines()[0]}"
     vars(member)["__signature__"] = inspect.signature(function)
@@ -101,7 +101,7 @@ def same(
 
 
 def refused(error: type[Exception], text: str) -> Any:
-    """A row of what has no meaning here: a property that raises."""
+    """A property that raises, for what has no meaning here."""
 
     def refuse(self: object) -> NoReturn:
         raise error(text)
@@ -132,7 +132,7 @@ class Adapter:
 
     # What this generation calls the members of others, and where today's are.
     _names: ClassVar[Mapping[str, str]]
-    _way: ClassVar[str]
+    _core_path: ClassVar[str]
     _key: ClassVar[str]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -143,7 +143,7 @@ class Adapter:
         self._core = core
 
     @classmethod
-    def _known(cls, core: Any, make: Callable[[Any], Any] | None = None) -> Self:
+    def _cached(cls, core: Any, make: Callable[[Any], Any] | None = None) -> Self:
         """The object of this class over `core`, the same each time."""
         # A table that is not the core's own would keep both for ever.
         table = vars(core)
@@ -159,7 +159,7 @@ class Adapter:
             kind, core = type(self), vars(self).get("_core")
             text = f"{kind.__name__!r} object has no attribute {name!r}"
             if not name.startswith("_") and hasattr(type(core), name):
-                text += f", which is younger: `{self._way}.{name}` is today's"
+                text += f", which is younger: `{self._core_path}.{name}` is today's"
             here = self._names.get(name, "")
             if hasattr(getattr(kind, "extended_class", None), name):
                 here = f"extended.{name}"
@@ -174,8 +174,8 @@ class OlderStrategy(Adapter, StrategyAdapter):
     """A strategy of an older generation; `cores` are the types of today it is over."""
 
     _module: ClassVar[str]  # whose users know it
-    _time: ClassVar[str]
-    _way = "strategy.core"
+    _era: ClassVar[str]
+    _core_path = "strategy.core"
     _common: ClassVar[type[OlderStrategy]]
     _classes: ClassVar[dict[type, type[OlderStrategy]]]
 
@@ -193,11 +193,11 @@ class OlderStrategy(Adapter, StrategyAdapter):
             if type(self) is self._common:
                 name = type(self).__name__
                 raise TypeError(
-                    f"`{name}` is what all strategies of {self._time} have in common. "
+                    f"`{name}` is what all strategies of {self._era} have in common. "
                     "Make one of them, such as `MirroredStrategy()`; or of a strategy "
                     f"of `jaxstrategy`: `{name}.over(strategy)`."
                 )
-            self._common._known(core, self._put_over)
+            self._common._cached(core, self._put_over)
 
     def _put_over(self, core: Strategy) -> Self:
         super().__init__(core)
@@ -221,7 +221,9 @@ class OlderStrategy(Adapter, StrategyAdapter):
                 "for example `jaxstrategy.MirroredStrategy()`."
             )
         kind: Any = cls._classes.get(type(found), cls._common)
-        made: Any = cls._common._known(found, lambda c: kind.__new__(kind)._put_over(c))
+        made: Any = cls._common._cached(
+            found, lambda c: kind.__new__(kind)._put_over(c)
+        )
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -265,7 +267,7 @@ class AdapterScope(AbstractContextManager[S]):
 # What methods of both generations do, each under its name.
 
 
-def waited(value: PyTree, name: str | None) -> PyTree:
+def wait_for(value: PyTree, name: str | None) -> PyTree:
     leaves = jax.tree.leaves(value)
     jax.block_until_ready([leaf for leaf in leaves if not isinstance(leaf, Tracer)])
     return leaves[0] if len(leaves) == 1 and name is None else None

@@ -19,14 +19,14 @@ from jaxstrategy._src.compat.adapters import (
     NAMES_IN_2018,
     AdapterScope,
     OlderStrategy,
+    delegated,
     first_named,
     read_variable,
     refused,
     require_function,
-    same,
-    waited,
+    wait_for,
 )
-from jaxstrategy._src.compat.inputs import OF_GROUPS, GetsNext, PerDeviceDataset
+from jaxstrategy._src.compat.inputs import WHOLE_GROUPS, GetsNext, PerDeviceDataset
 from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.errors import ContextError
 from jaxstrategy._src.inputs.input_options import InputContext
@@ -182,7 +182,7 @@ class DistributionStrategy(OlderStrategy):
     """
 
     _module = "compat.contrib"
-    _time = "2018"
+    _era = "2018"
     _names = NAMES_IN_2018
 
     # Steps.
@@ -257,16 +257,16 @@ class DistributionStrategy(OlderStrategy):
     def group(self, value: PyTree, name: str | None = None) -> PyTree:
         """Waits until all that `value` holds is computed."""
         _require_cross_tower(self, "group")
-        return waited(self.unwrap(value), name)
+        return wait_for(self.unwrap(value), name)
 
-    num_towers: int = same(Strategy.num_replicas_in_sync)
-    worker_devices: list[Device] = same(
-        StrategyExtended.worker_devices, "_core.extended", form=list
+    num_towers: int = delegated(Strategy.num_replicas_in_sync)
+    worker_devices: list[Device] = delegated(
+        StrategyExtended.worker_devices, "_core.extended", convert=list
     )
-    parameter_devices: list[Device] = same(
-        StrategyExtended.parameter_devices, "_core.extended", form=list
+    parameter_devices: list[Device] = delegated(
+        StrategyExtended.parameter_devices, "_core.extended", convert=list
     )
-    value_container = same(StrategyExtended.value_container, "_core.extended")
+    value_container = delegated(StrategyExtended.value_container, "_core.extended")
 
     @property
     def is_single_tower(self) -> bool:
@@ -406,7 +406,7 @@ class DistributionStrategy(OlderStrategy):
             return dataset
 
         elements.__name__ = getattr(dataset_fn, "__name__", type(dataset_fn).__name__)
-        options = OF_GROUPS
+        options = WHOLE_GROUPS
         if self.prefetch_on_device is False:
             options = dataclasses.replace(
                 options, experimental_per_replica_buffer_size=0
@@ -564,7 +564,7 @@ class CollectiveAllReduceStrategy(
 
     def __init__(self, num_gpus_per_worker: int = 0) -> None:
         number = at_least(0, "num_gpus_per_worker", num_gpus_per_worker)
-        # Before JAX looks for devices, the processes must have met.
+        # The rendezvous of the processes comes before JAX looks for devices.
         strategy = mirrored.MultiWorkerMirroredStrategy()
         _check_all(number)
         super().__init__(strategy)

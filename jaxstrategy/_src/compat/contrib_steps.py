@@ -14,8 +14,8 @@ import jax
 from jaxstrategy._src.compat.adapters import (
     NAMES_IN_2018,
     Adapter,
+    delegated,
     require_function,
-    same,
 )
 from jaxstrategy._src.compat.contrib import DistributionStrategy, MultiStepContext
 from jaxstrategy._src.compat.inputs import in_cross_replica
@@ -64,7 +64,7 @@ class TowerContext(_Reentrant, Adapter):
     """
 
     _names = NAMES_IN_2018
-    _way = "jaxstrategy.get_replica_context()"
+    _core_path = "jaxstrategy.get_replica_context()"
 
     def __init__(self, replica_context: ReplicaContext) -> None:
         if not isinstance(replica_context, ReplicaContext):
@@ -98,7 +98,7 @@ class TowerContext(_Reentrant, Adapter):
         """The strategy whose tower this is."""
         return DistributionStrategy.over(self._core.strategy)
 
-    num_towers: int = same(Strategy.num_replicas_in_sync, "_core.strategy")
+    num_towers: int = delegated(Strategy.num_replicas_in_sync, "_core.strategy")
 
     @property
     def is_single_tower(self) -> bool:
@@ -134,7 +134,7 @@ def get_tower_context() -> TowerContext | Any:
     True
     """
     context = _current.get_replica_context()
-    return None if context is None else TowerContext._known(context)
+    return None if context is None else TowerContext._cached(context)
 
 
 def get_cross_tower_context() -> DistributionStrategy | Any:

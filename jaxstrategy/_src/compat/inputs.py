@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeAlias, final
 import jax
 import numpy as np
 
-from jaxstrategy._src.compat.adapters import same
+from jaxstrategy._src.compat.adapters import delegated
 from jaxstrategy._src.contexts import context as _context, replica_context
 from jaxstrategy._src.errors import ContextError, OutOfRangeError
 from jaxstrategy._src.inputs.dataset import DistributedDataset
@@ -64,9 +64,9 @@ class InputIterator(AbstractInputIterator):
         self._is_read = True
         return self._core
 
-    element_spec: PyTree = same(DistributedIterator.element_spec)
-    get_state: Any = same(DistributedIterator.get_state)
-    set_state: Any = same(DistributedIterator.set_state, "_reading")
+    element_spec: PyTree = delegated(DistributedIterator.element_spec)
+    get_state: Any = delegated(DistributedIterator.get_state)
+    set_state: Any = delegated(DistributedIterator.set_state, "_reading")
 
     def initialize(self) -> list[Any]:
         """Starts again at the first batch."""
@@ -153,7 +153,7 @@ class PerDeviceDataset(OlderDataset):
 
 # A batch for one replica with too few rows is filled up, as everywhere; a last group of
 # batches that is not full has no step.
-OF_GROUPS = InputOptions(remainder="drop_empty")
+WHOLE_GROUPS = InputOptions(remainder="drop_empty")
 
 
 class GetsNext(Protocol):

@@ -17,15 +17,15 @@ from jaxstrategy._src.compat.adapters import (
     Adapter,
     AdapterScope,
     OlderStrategy,
+    delegated,
     first_named,
     made_by,
     read_variable,
     refused,
-    same,
-    waited,
+    wait_for,
 )
 from jaxstrategy._src.compat.inputs import (
-    OF_GROUPS,
+    WHOLE_GROUPS,
     GetsNext,
     InputIterator,
     MultiStepContext,
@@ -83,7 +83,7 @@ class RunOptions(NamedTuple):
     experimental_xla_options: Any = None
 
 
-def _chosen(
+def _options_of(
     options: CommunicationOptions | None, hints: CommunicationOptions | None
 ) -> CommunicationOptions | None:
     if hints is None:
@@ -104,8 +104,8 @@ def _chosen(
 class StrategyExtended(Adapter):
     """The methods of `tf.compat.v1.distribute.StrategyExtended`.
 
-    It is `strategy.extended` of a strategy of `compat.v1`. What has the name of a
-    member of `jaxstrategy.StrategyExtended` does the same.
+    It is `strategy.extended` of a strategy of `compat.v1`. Members that
+    `jaxstrategy.StrategyExtended` has, too, do the same.
 
     >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
     >>> strategy.extended.call_for_each_replica(lambda x: x + 1, (np.int32(2),))
@@ -113,7 +113,7 @@ class StrategyExtended(Adapter):
     """
 
     _names = NAMES_IN_V1
-    _way = "strategy.core.extended"
+    _core_path = "strategy.core.extended"
     _core: _Extended
 
     def __init__(self, container_strategy: _strategy.Strategy) -> None:
@@ -126,19 +126,19 @@ class StrategyExtended(Adapter):
         super().__init__(core.extended)
         self._strategy = core
 
-    worker_devices: tuple[Device, ...] = same(_Extended.worker_devices)
-    parameter_devices: tuple[Device, ...] = same(_Extended.parameter_devices)
-    should_checkpoint: bool = same(_Extended.should_checkpoint)
-    should_save_summary: bool = same(_Extended.should_save_summary)
-    experimental_between_graph: bool = same(_Extended.experimental_between_graph)
-    experimental_should_init: bool = same(_Extended.experimental_should_init)
-    experimental_require_static_shapes: bool = same(
+    worker_devices: tuple[Device, ...] = delegated(_Extended.worker_devices)
+    parameter_devices: tuple[Device, ...] = delegated(_Extended.parameter_devices)
+    should_checkpoint: bool = delegated(_Extended.should_checkpoint)
+    should_save_summary: bool = delegated(_Extended.should_save_summary)
+    experimental_between_graph: bool = delegated(_Extended.experimental_between_graph)
+    experimental_should_init: bool = delegated(_Extended.experimental_should_init)
+    experimental_require_static_shapes: bool = delegated(
         _Extended.experimental_require_static_shapes
     )
-    update = same(_Extended.update)
-    value_container = same(_Extended.value_container)
-    variable_created_in_scope = same(_Extended.variable_created_in_scope)
-    colocate_vars_with = same(_Extended.colocate_vars_with)
+    update = delegated(_Extended.update)
+    value_container = delegated(_Extended.value_container)
+    variable_created_in_scope = delegated(_Extended.variable_created_in_scope)
+    colocate_vars_with = delegated(_Extended.colocate_vars_with)
 
     def call_for_each_replica(
         self,
@@ -161,7 +161,7 @@ class StrategyExtended(Adapter):
         experimental_hints: CommunicationOptions | None = None,
     ) -> PyTree:
         """`value` reduced over the replicas and placed on `destinations`."""
-        chosen = _chosen(options, experimental_hints)
+        chosen = _options_of(options, experimental_hints)
         return self._core.reduce_to(ReduceOp(reduce_op), value, destinations, chosen)
 
     def batch_reduce_to(
@@ -173,7 +173,7 @@ class StrategyExtended(Adapter):
         experimental_hints: CommunicationOptions | None = None,
     ) -> list[PyTree]:
         """Several `reduce_to` at once: one result per pair, in order."""
-        chosen, op = _chosen(options, experimental_hints), ReduceOp(reduce_op)
+        chosen, op = _options_of(options, experimental_hints), ReduceOp(reduce_op)
         return self._core.batch_reduce_to(op, value_destination_pairs, chosen)
 
     def broadcast_to(self, tensor: PyTree, destinations: Destinations) -> PyTree:
@@ -253,13 +253,13 @@ class StrategyExtended(Adapter):
         return numpy_dataset(numpy_input)
 
 
-class _OfFirstVariable(StrategyExtended):
+class _FirstVariableExtended(StrategyExtended):
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Variable:
         return first_named(var_list, "extended.non_slot_devices")
 
 
 @final
-class _OfCentralStorage(_OfFirstVariable):
+class _CentralStorageExtended(_FirstVariableExtended):
     """Of variables on one device: to TensorFlow, those of a parameter server."""
 
     experimental_between_graph = True  # as in TensorFlow, though there is one process
@@ -267,12 +267,12 @@ class _OfCentralStorage(_OfFirstVariable):
 
 
 @final
-class _OfSeveralProcesses(StrategyExtended):
+class _MultiWorkerExtended(StrategyExtended):
     experimental_between_graph = True  # also where there is one
 
 
 @final
-class _OfOneDevice(StrategyExtended):
+class _OneDeviceExtended(StrategyExtended):
     def _broadcast(self, tensor: PyTree, destinations: Destinations) -> PyTree:
         if isinstance(tensor, jax.Array):
             return tensor
@@ -292,7 +292,7 @@ _NO_JOB = NotImplementedError, "is part of no job"
 
 
 @final
-class _OfDefault(_OfFirstVariable):
+class _DefaultExtended(_FirstVariableExtended):
     worker_devices = _refused("worker_devices", *_NO_DEVICES)
     parameter_devices = _refused("parameter_devices", *_NO_DEVICES)
     experimental_between_graph = _refused("experimental_between_graph", *_NO_JOB)
@@ -318,19 +318,23 @@ class Strategy(OlderStrategy):
     """
 
     _module = "compat.v1"
-    _time = "TensorFlow 1"
+    _era = "TensorFlow 1"
     _names = NAMES_IN_V1
     extended_class: ClassVar[type[StrategyExtended]] = StrategyExtended
 
     @property
     def extended(self) -> StrategyExtended:
         """The additional methods, for library code and optimizers."""
-        return self.extended_class._known(self._core)
+        return self.extended_class._cached(self._core)
 
-    num_replicas_in_sync: int = same(_strategy.Strategy.num_replicas_in_sync)
-    cluster_resolver: ClusterResolver | None = same(_strategy.Strategy.cluster_resolver)
-    reduce = same(_strategy.Strategy.reduce)
-    experimental_local_results = same(_strategy.Strategy.experimental_local_results)
+    num_replicas_in_sync: int = delegated(_strategy.Strategy.num_replicas_in_sync)
+    cluster_resolver: ClusterResolver | None = delegated(
+        _strategy.Strategy.cluster_resolver
+    )
+    reduce = delegated(_strategy.Strategy.reduce)
+    experimental_local_results = delegated(
+        _strategy.Strategy.experimental_local_results
+    )
 
     # Contexts and steps.
 
@@ -379,7 +383,7 @@ class Strategy(OlderStrategy):
         While a step is traced there is nothing to wait for.
         """
         _context.require_cross_replica(self._core, "group")
-        return waited(self._core.experimental_local_results(value), name)
+        return wait_for(self._core.experimental_local_results(value), name)
 
     # Data.
 
@@ -433,14 +437,14 @@ class Strategy(OlderStrategy):
 
         # What cannot be called is refused, by its type.
         given = dataset_fn if callable(input_fn) else input_fn
-        made = self._core.distribute_datasets_from_function(given, OF_GROUPS)
+        made = self._core.distribute_datasets_from_function(given, WHOLE_GROUPS)
         return InputIterator(made)
 
     experimental_make_numpy_dataset = StrategyExtended.experimental_make_numpy_dataset
 
     # Variables, and sessions, which JAX has not.
 
-    colocate_vars_with = same(_Extended.colocate_vars_with, "_core.extended")
+    colocate_vars_with = delegated(_Extended.colocate_vars_with, "_core.extended")
 
     def configure(
         self,
@@ -468,7 +472,7 @@ class Strategy(OlderStrategy):
 class DefaultStrategy(Strategy, cores=(current.DefaultStrategy,)):
     """One replica wherever code runs: `get_strategy()` outside any scope."""
 
-    extended_class = _OfDefault
+    extended_class = _DefaultExtended
 
 
 @final
@@ -490,7 +494,7 @@ class OneDeviceStrategy(Strategy, cores=(mirrored.OneDeviceStrategy,)):
     compat.v1.OneDeviceStrategy(1 replica on cpu:0)
     """
 
-    extended_class = _OfOneDevice
+    extended_class = _OneDeviceExtended
 
     __init__ = made_by(mirrored.OneDeviceStrategy)
 
@@ -504,7 +508,7 @@ class CentralStorageStrategy(Strategy, cores=(mirrored.CentralStorageStrategy,))
     (CpuDevice(id=0),)
     """
 
-    extended_class = _OfCentralStorage
+    extended_class = _CentralStorageExtended
 
     __init__ = made_by(mirrored.CentralStorageStrategy)
 
@@ -525,7 +529,7 @@ class MultiWorkerMirroredStrategy(
     compat.v1.MultiWorkerMirroredStrategy(8 replicas on cpu:0..7)
     """
 
-    extended_class = _OfSeveralProcesses
+    extended_class = _MultiWorkerExtended
 
     __init__ = made_by(mirrored.ExperimentalMultiWorkerMirroredStrategy)
 
@@ -579,7 +583,7 @@ class ParameterServerStrategy(Strategy, cores=(between_graph.BetweenGraphStrateg
     True
     """
 
-    extended_class = _OfFirstVariable
+    extended_class = _FirstVariableExtended
 
     __init__ = made_by(between_graph.BetweenGraphStrategy)
 
@@ -600,7 +604,7 @@ class ReplicaContext(Adapter):
     """
 
     _names = NAMES_IN_V1
-    _way = "jaxstrategy.get_replica_context()"
+    _core_path = "jaxstrategy.get_replica_context()"
 
     def __init__(self, core: _ReplicaContext) -> None:
         if not isinstance(core, _ReplicaContext):
@@ -610,11 +614,11 @@ class ReplicaContext(Adapter):
             )
         super().__init__(core)
 
-    num_replicas_in_sync: int = same(_ReplicaContext.num_replicas_in_sync)
-    replica_id_in_sync_group: jax.Array | int = same(
+    num_replicas_in_sync: int = delegated(_ReplicaContext.num_replicas_in_sync)
+    replica_id_in_sync_group: jax.Array | int = delegated(
         _ReplicaContext.replica_id_in_sync_group
     )
-    devices: tuple[Device, ...] = same(_ReplicaContext.devices)
+    devices: tuple[Device, ...] = delegated(_ReplicaContext.devices)
 
     def __enter__(self) -> Self:
         """Enters the context where code already is: `run` enters replicas."""
@@ -645,7 +649,7 @@ class ReplicaContext(Adapter):
         experimental_hints: CommunicationOptions | None = None,
     ) -> PyTree:
         """`value` reduced over all replicas, leaf by leaf; all get the result."""
-        chosen = _chosen(options, experimental_hints)
+        chosen = _options_of(options, experimental_hints)
         return self._core.all_reduce(reduce_op, value, chosen)
 
     def merge_call(
@@ -684,7 +688,7 @@ def get_replica_context() -> ReplicaContext | Any:
     1
     """
     context = current.get_replica_context()
-    return None if context is None else ReplicaContext._known(context)
+    return None if context is None else ReplicaContext._cached(context)
 
 
 def get_loss_reduction() -> ReduceOp:

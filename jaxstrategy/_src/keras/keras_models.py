@@ -49,9 +49,9 @@ class AnyRows(keras.distribution.DataParallel):
         return keras.distribution.TensorLayout(axes, self.device_mesh)
 
 
-_made: weakref.WeakKeyDictionary[AbstractStrategy, keras.distribution.DataParallel] = (
-    weakref.WeakKeyDictionary()
-)
+_distributions: weakref.WeakKeyDictionary[
+    AbstractStrategy, keras.distribution.DataParallel
+] = weakref.WeakKeyDictionary()
 
 
 def distribution(strategy: AnyStrategy) -> keras.distribution.DataParallel:
@@ -88,10 +88,12 @@ def distribution(strategy: AnyStrategy) -> keras.distribution.DataParallel:
             "variables that are divided, leave the scope and set Keras' own "
             "`keras.distribution.ModelParallel`."
         )
-    if core not in _made:
+    if core not in _distributions:
         # Keras would divide files of TensorFlow's datasets, and refuse all others.
-        _made[core] = AnyRows(devices=list(core.devices), auto_shard_dataset=False)
-    return _made[core]
+        _distributions[core] = AnyRows(
+            devices=list(core.devices), auto_shard_dataset=False
+        )
+    return _distributions[core]
 
 
 def _reason_against(strategy: AbstractStrategy) -> str:
@@ -169,7 +171,7 @@ _entered = _Entered()
 
 @functools.cache
 def _add_to_models() -> None:
-    keras.Model.__new__ = staticmethod(_recording(keras.Model.__new__))
+    keras.Model.__new__ = staticmethod(_with_owner(keras.Model.__new__))
     for name in (*_RUNNING, "build"):
         setattr(keras.Model, name, _on_devices(getattr(keras.Model, name)))
     for kind in _FUNCTIONS:
@@ -178,7 +180,7 @@ def _add_to_models() -> None:
         setattr(keras.Model, name, made)
 
 
-def _recording(new: Callable[..., Any]) -> Callable[..., Any]:
+def _with_owner(new: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(new)
     def made(cls: type[keras.Model], *args: Any, **options: Any) -> keras.Model:
         strategy = _scope_strategy()

@@ -21,7 +21,7 @@ from jaxstrategy._src.tpu.device_assignment import (
     checked_cores,
     devices_of_replicas,
 )
-from jaxstrategy._src.tpu.topology import checked_resolver, meet
+from jaxstrategy._src.tpu.topology import checked_resolver, rendezvous
 from jaxstrategy._src.values.arrays import Value
 from jaxstrategy._src.values.per_replica import Handle, PerReplica
 
@@ -87,7 +87,7 @@ class TPUStrategy(Strategy):
         cores = checked_cores(experimental_device_assignment, cores_per_replica)
         self._is_spmd = bool(experimental_spmd_xla_partitioning)
         self._resolver = checked_resolver(tpu_cluster_resolver)
-        processes = meet(self._resolver)
+        processes = rendezvous(self._resolver)
         devices = devices_of_replicas(
             self._resolver.devices(), experimental_device_assignment, cores
         )

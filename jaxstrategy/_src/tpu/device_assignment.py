@@ -45,7 +45,7 @@ def ring(shape: Sequence[int]) -> list[Chip]:
 
 
 def _around(width: int, height: int) -> Iterator[tuple[int, int]]:
-    """A way around a plane, from one side of its corner `(0, 0)` to the other."""
+    """A path around a plane, from one side of its corner `(0, 0)` to the other."""
     for b in range(height):
         row = range(1, width) if b % 2 == 0 else range(width - 1, 0, -1)
         yield from ((a, b) for a in row)

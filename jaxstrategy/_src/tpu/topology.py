@@ -333,7 +333,7 @@ _initialized: set[str] = set()
 def initialize_tpu_system(
     cluster_resolver: TPUClusterResolver | None = None,
 ) -> TPUTopology:
-    """The topology of the devices of all processes, which meet if they have not yet.
+    """The topology of the devices of all processes, joined if they were not yet.
 
     On any platform: TPUs have the coordinates that JAX tells, other devices lie side
     by side along x. Nothing else happens: JAX has its devices from the beginning, and
@@ -364,7 +364,7 @@ def initialize_tpu_system(
             "devices, and what is on them, stay as they are; the topology is the same.",
             RuntimeWarning,
         )
-    meet(resolver)
+    rendezvous(resolver)
     _initialized.add(resolver.tpu)
     return topology_of(resolver.devices())
 
@@ -412,8 +412,8 @@ def checked_resolver(given: object) -> TPUClusterResolver:
     return given
 
 
-def meet(resolver: TPUClusterResolver) -> Processes | None:
-    """The processes of a resolver's cluster, which have met; None for a local TPU."""
+def rendezvous(resolver: TPUClusterResolver) -> Processes | None:
+    """The processes of a resolver's cluster, joined; None for a local TPU."""
     if resolver.is_local:
         return None
     return _job.found(default_resolver(), otherwise=resolver)

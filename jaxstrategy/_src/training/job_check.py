@@ -1,4 +1,4 @@
-"""Whether the processes of a job can meet and exchange: `launch --check` runs it.
+"""Checks the rendezvous and an all-reduce of a job: `launch --check` runs it.
 
 Each process runs this. It says what was found, step by step, so that the last line
 before an error tells what works.
@@ -30,7 +30,7 @@ def main() -> int:
     begun = time.monotonic()
     seconds = float(os.environ.get(SECONDS, _DEFAULT_SECONDS))
     try:
-        _meet(seconds, begun)
+        _rendezvous(seconds, begun)
         right = _exchange(seconds)
     except (ClusterError, ValueError, OSError) as error:
         print(f"check: failed after {_since(begun)}: {error}", file=sys.stderr)
@@ -40,7 +40,7 @@ def main() -> int:
     return 0 if right else 1
 
 
-def _meet(seconds: float, begun: float) -> None:
+def _rendezvous(seconds: float, begun: float) -> None:
     resolver = default_resolver()
     process = None if resolver is None else resolver.process()
     if process is None:

@@ -172,11 +172,11 @@ def outer(
         def synchronize() -> tuple[PyTree, PyTree, PyTree]:
             """Updates that make the parameters equal on all replicas."""
             ends = optax.apply_updates(params, updates)
-            ways = jax.tree.map(lambda start, end: start - end, state.params, ends)
-            mean = _replica().all_reduce("mean", ways, options=options)
+            distances = jax.tree.map(lambda start, end: start - end, state.params, ends)
+            mean = _replica().all_reduce("mean", distances, options=options)
             step, outer_state = outer_tx.update(mean, state.outer_state, state.params)
             new = optax.apply_updates(state.params, step)
-            return jax.tree.map(_way, params, new), new, outer_state
+            return jax.tree.map(_difference, params, new), new, outer_state
 
         def go_on() -> tuple[PyTree, PyTree, PyTree]:
             return updates, state.params, state.outer_state
@@ -214,7 +214,7 @@ def _wide_update(param: Leaf, update: Leaf | None) -> jax.Array:
     return zeros if update is None else jnp.asarray(update, wide)
 
 
-def _way(old: Leaf, new: jax.Array) -> jax.Array:
+def _difference(old: Leaf, new: jax.Array) -> jax.Array:
     wide = _wide(new.dtype)
     return new.astype(wide) - jnp.asarray(old, wide)
 

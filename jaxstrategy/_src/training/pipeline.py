@@ -20,14 +20,14 @@ Layer: TypeAlias = Callable[[PyTree, PyTree], PyTree]
 """From the parameters of one layer, and what goes into it, to what comes out."""
 
 
-def in_turn(layer: Layer, params: PyTree, parts: PyTree) -> PyTree:
-    return lax.map(lambda part: _through(layer, params, part), parts)
+def on_one_device(layer: Layer, params: PyTree, parts: PyTree) -> PyTree:
+    return lax.map(lambda part: _apply_layers(layer, params, part), parts)
 
 
 def in_stages(
     layer: Layer, params: PyTree, parts: PyTree, stages: int, axis: str
 ) -> PyTree:
-    """As `in_turn`, with the layers divided over an inner axis of that size."""
+    """As `on_one_device`, with the layers divided over an inner axis of that size."""
     # `vmap` and constraints rather than a `shard_map` over the axis: inside of that one
     # a layer may not use traced values that it is not given, and a step that is traced
     # by the names of its axes has none (JAX 0.10 and 0.12).
@@ -35,27 +35,27 @@ def in_stages(
     params = _divided_rows(params, axis)
     number = jnp.arange(stages)
     run = jax.vmap(
-        lambda own, part, is_real: _through(_guarded(layer, is_real), own, part),
+        lambda own, part, is_real: _apply_layers(_guarded(layer, is_real), own, part),
         spmd_axis_name=axis,
     )
 
     def tick(before: PyTree, now: tuple[jax.Array, PyTree]) -> tuple[PyTree, PyTree]:
         time, first = now
-        given = jax.tree.map(lambda a, b: _handed_on(a, b, number), before, first)
+        given = jax.tree.map(lambda a, b: _shifted(a, b, number), before, first)
         # Part i reaches stage s at tick i + s: before tick s it has none.
         after = _divided_rows(
             run(params, _divided_rows(given, axis), time >= number), axis
         )
         return after, after
 
-    fed = jax.tree.map(lambda part: _fed(part, stages), parts)
-    start = jax.tree.map(lambda part: _filled(part[0], stages), parts)
+    fed = jax.tree.map(lambda part: _tick_inputs(part, stages), parts)
+    start = jax.tree.map(lambda part: _repeated(part[0], stages), parts)
     ticks = jnp.arange(jax.tree.leaves(fed)[0].shape[0])
     _, after = lax.scan(tick, _divided_rows(start, axis), (ticks, fed))
     return jax.tree.map(lambda out: _of_last(out[stages - 1 :], number), after)
 
 
-def _through(layer: Layer, params: PyTree, part: PyTree) -> PyTree:
+def _apply_layers(layer: Layer, params: PyTree, part: PyTree) -> PyTree:
     return lax.scan(lambda given, own: (layer(own, given), None), part, params)[0]
 
 
@@ -63,18 +63,18 @@ def _divided_rows(tree: PyTree, axis: str) -> PyTree:
     return jax.tree.map(lambda array: over_axis(array, axis), tree)
 
 
-def _fed(parts: jax.Array, stages: int) -> jax.Array:
+def _tick_inputs(parts: jax.Array, stages: int) -> jax.Array:
     """For each tick what goes into the first stage."""
     # After the last part it works on that again. What comes out reaches no result; but
     # a row of zeros could make NaN of gradients that are multiplied by zero.
-    return jnp.concatenate([parts, _filled(parts[-1], stages - 1)])
+    return jnp.concatenate([parts, _repeated(parts[-1], stages - 1)])
 
 
-def _filled(part: jax.Array, times: int) -> jax.Array:
+def _repeated(part: jax.Array, times: int) -> jax.Array:
     return jnp.broadcast_to(lax.stop_gradient(part), (times, *part.shape))
 
 
-def _handed_on(before: jax.Array, first: jax.Array, number: jax.Array) -> jax.Array:
+def _shifted(before: jax.Array, first: jax.Array, number: jax.Array) -> jax.Array:
     """What each stage is given: what the one before it returned."""
     # Of all ways to write it this is the one that XLA makes one exchange between
     # neighbours of, and one of its gradient; of a `concatenate` it makes three
@@ -200,7 +200,7 @@ def pipeline(
     parts = _divided(x, rows, _number_of_parts(microbatches, rows))
     of_numbers, checked = _of_numbers(parts), _of_keys(_checked(layer), parts)
     if named is None:
-        result = in_turn(checked, params, of_numbers)
+        result = on_one_device(checked, params, of_numbers)
     else:
         _check_layers(layers, *named)
         result = in_stages(checked, params, of_numbers, named[1], named[0])

@@ -63,7 +63,7 @@ class TrainingLoop:
 
     def __enter__(self) -> Self:
         if self.manager is not None:
-            restored, self.step = self.manager.restore_or_init(self._kept)
+            restored, self.step = self.manager.restore_or_init(self._checkpoint_state)
             self.state = restored["state"]
             told = self.manager.restored
             is_on_disk = told is not None and not told.from_memory
@@ -96,16 +96,16 @@ class TrainingLoop:
             self.step += 1
             if self._count is not None:
                 self._count.set(self.step)
-            self._between()
+            self._after_step()
 
     def save(self) -> None:
         """Saves now, if this step is not saved yet."""
         if self.manager is not None and self._saved != self.step:
-            self.manager.save(self.step, self._kept, force=True)
+            self.manager.save(self.step, self._checkpoint_state, force=True)
             self._saved = self.step
 
     @property
-    def _kept(self) -> PyTree:
+    def _checkpoint_state(self) -> PyTree:
         return {"state": self.state, "data": self._data}
 
     def _batches(self) -> Iterator[PyTree]:
@@ -117,13 +117,13 @@ class TrainingLoop:
                 batch = next(self._data)
             yield batch
 
-    def _between(self) -> None:
+    def _after_step(self) -> None:
         if self._in_sync_every and self.step % self._in_sync_every == 0:
             self._strategy.assert_in_sync(self.state, "state")
         if self.step % self._every == 0:
             self.save()
         elif self.manager is not None:
-            self.manager.snapshot(self.step, self._kept)
+            self.manager.snapshot(self.step, self._checkpoint_state)
         if self._handler is not None:
             self._handler.save_checkpoint_if_preempted()
 

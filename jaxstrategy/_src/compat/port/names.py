@@ -27,13 +27,13 @@ def _pairs(words: str) -> dict[str, str]:
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Form:
+class CallPattern:
     """How a function may be called so that the new one means the same."""
 
     positional: int  # the most arguments without a name
     # The new name of each that may be named; without one, it is given by its place.
     keywords: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    needed: tuple[tuple[int, str], ...] = ()  # by their place or old name
+    required: tuple[tuple[int, str], ...] = ()  # by their place or old name
     texts: bool = True  # whether the first may be a string
     lists: bool = True  # or a list
     bare: bool = True  # whether the function may be passed on without being called
@@ -49,7 +49,7 @@ class Name:
     new: str | None  # with its modules; None if a person must decide
     text: str = ""  # how the new one differs; without one, what to do
     exact: bool = False  # names in it, or attributes of it, are not the same here
-    form: Form | None = None  # which calls are the same; None: all
+    pattern: CallPattern | None = None  # which calls are the same; None: all
     stays: bool = False  # it may stay TensorFlow's
     certain: bool = True  # False if it means the same of arrays of JAX only
     # A type, which is the same only as an annotation, or as an argument of a function
@@ -57,9 +57,9 @@ class Name:
     type: bool = False
 
 
-_FORMS = {
-    name: Form(**{**form, "keywords": _pairs(form.get("keywords", ""))})
-    for name, form in DATA["forms"].items()
+_PATTERNS = {
+    name: CallPattern(**{**pattern, "keywords": _pairs(pattern.get("keywords", ""))})
+    for name, pattern in DATA["patterns"].items()
 }
 
 
@@ -67,7 +67,7 @@ def _rows(table: str) -> Iterator[Name]:
     for group in DATA[table]:
         old, new = group.pop("old", ""), group.pop("new", None)
         texts, text = group.pop("texts", {}), group.pop("text", "")
-        form = _FORMS.get(group.pop("form", ""))
+        pattern = _PATTERNS.get(group.pop("pattern", ""))
         if table == "arrays":
             group |= {"exact": True, "certain": False}
         for name, here in _pairs(group.pop("names")).items():
@@ -75,7 +75,7 @@ def _rows(table: str) -> Iterator[Name]:
             target = f"{new}.{here}" if new else here if new == "" else None
             given = {"exact": new == "", **group}
             told = text or texts.get(name, "")
-            yield Name(full, target, told, form=form, **given)
+            yield Name(full, target, told, pattern=pattern, **given)
 
 
 TABLES = {
@@ -298,20 +298,22 @@ def _has_row(name: str) -> bool:
 # Calls.
 
 
-def fitted(program: Program, node: cst.CSTNode, form: Form) -> list[Edit] | None:
+def argument_edits(
+    program: Program, node: cst.CSTNode, pattern: CallPattern
+) -> list[Edit] | None:
     """The changes of a call's arguments; None if it does not mean the same."""
     call = program.parents.get(node)
     if not (isinstance(call, cst.Call) and call.func is node):
-        return [] if form.bare else None
+        return [] if pattern.bare else None
     keywords = {arg.keyword.value for arg in call.args if arg.keyword}
     count = sum(arg.keyword is None for arg in call.args)
     if (
         any(arg.star for arg in call.args)
-        or count > form.positional
-        or any(at >= count and name not in keywords for at, name in form.needed)
-        or (form.avoided and re.search(form.avoided, program.code(call)))
-        or (call.args and not form.texts and _has_text(call.args[0].value))
-        or (call.args and not form.lists and isinstance(call.args[0].value, _LISTS))
+        or count > pattern.positional
+        or any(at >= count and name not in keywords for at, name in pattern.required)
+        or (pattern.avoided and re.search(pattern.avoided, program.code(call)))
+        or (call.args and not pattern.texts and _has_text(call.args[0].value))
+        or (call.args and not pattern.lists and isinstance(call.args[0].value, _LISTS))
     ):
         return None
     edits: list[Edit] = []
@@ -321,17 +323,17 @@ def fitted(program: Program, node: cst.CSTNode, form: Form) -> list[Edit] | None
         name = arg.keyword.value
         # Leaving out a name leaves out nothing that happens.
         plain = isinstance(arg.value, cst.SimpleString | cst.Name | cst.FormattedString)
-        if name == "name" and "name" not in form.keywords and plain:
+        if name == "name" and "name" not in pattern.keywords and plain:
             edits.append(_without(program, call, index))
-        elif name not in form.keywords:
+        elif name not in pattern.keywords:
             return None
-        elif not form.keywords[name]:
+        elif not pattern.keywords[name]:
             if index != count:
                 return None
             start, end = program.span(arg)[0], program.span(arg.value)[0]
             edits.append(Edit(start, end, ""))
-        elif form.keywords[name] != name:
-            edits.append(program.edit(arg.keyword, form.keywords[name]))
+        elif pattern.keywords[name] != name:
+            edits.append(program.edit(arg.keyword, pattern.keywords[name]))
     return edits
 
 
@@ -359,7 +361,7 @@ def _without(program: Program, call: cst.Call, index: int) -> Edit:
 
 
 @final
-class KeptCode:
+class UnportedCode:
     """Code that datasets of tf.data run, and methods of Keras classes."""
 
     def __init__(

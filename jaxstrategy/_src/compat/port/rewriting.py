@@ -22,11 +22,11 @@ from jaxstrategy._src.compat.port.names import (
     REDUCTION,
     TABLES,
     Generation,
-    KeptCode,
     Method,
     Name,
+    UnportedCode,
+    argument_edits,
     canonical,
-    fitted,
     generation_of,
     in_generation,
     is_in,
@@ -109,7 +109,7 @@ class _Port:
         of_keras = [name for name in used if is_in(name, "tf.keras")]
         # Whether it uses `tf.keras`, and only names that Keras 3 has.
         self.keras = bool(of_keras) and all(map(is_in_keras, of_keras))
-        self._kept = KeptCode(program, self._row, self.keras)
+        self._unported = UnportedCode(program, self._row, self.keras)
         # Imports that can name the new module instead.
         self.direct = {
             (id(each.statement), each.local)
@@ -130,10 +130,10 @@ class _Port:
             self._decide_method(node)
         if self._notes:
             text = "stays TensorFlow, as a dataset of tf.data runs it"
-            for name, function in self._kept.functions:
-                self._tell(f"def {name}", text, function, False)
+            for name, function in self._unported.functions:
+                self._report(f"def {name}", text, function, False)
 
-    def _tell(self, name: str, text: str, node: cst.CSTNode, decide: bool) -> None:
+    def _report(self, name: str, text: str, node: cst.CSTNode, decide: bool) -> None:
         self.findings.append((decide, text, name, self._program.place(node)))
 
     def _name(self, full: str) -> str:
@@ -149,7 +149,7 @@ class _Port:
     def _is_direct(self, each: ImportedName) -> bool:
         """Whether `from ... import` of it can name the new module instead."""
         row = self._row(each.full)
-        if each.alias is None or row.exact or row.form is not None:
+        if each.alias is None or row.exact or row.pattern is not None:
             return False
         return row.new is not None and row.old == self._name(each.full)
 
@@ -159,12 +159,12 @@ class _Port:
         if each.alias is None:
             text = "import the names that are used: `*` hides which of them are old"
             name = f"tf{each.full.removeprefix('tensorflow')}"
-            self._tell(name, text, each.statement, True)
+            self._report(name, text, each.statement, True)
             return
         row = self._row(each.full)
         is_name = isinstance(each.statement, cst.ImportFrom) and row.old != "tf"
         if is_name and row.new is None:
-            self._tell_decision(self._name(each.full), row, each.alias)
+            self._report_decision(self._name(each.full), row, each.alias)
 
     # Names.
 
@@ -176,33 +176,33 @@ class _Port:
             self._note(names[0], rows[0], reference.node)
         elif len({row.new for row in rows}) > 1:
             text = f"may be {' or '.join(names)}: import it in one way"
-            self._tell(names[0], text, reference.node, True)
+            self._report(names[0], text, reference.node, True)
         else:
             return self._replace(names[0], rows[0], reference.node)
         return False
 
     def _replace(self, name: str, row: Name, node: cst.Name | cst.Attribute) -> bool:
-        kept = self._kept.holds(node)
+        kept = self._unported.holds(node)
         if kept and (not row.certain or (row.new is None and row.old == "tf")):
             return False
         if row.new is None:
-            self._tell_decision(name, row, node)
+            self._report_decision(name, row, node)
             return False
         if row.type and not self._is_typed(node):
-            if not self._kept.holds_type(node):
+            if not self._unported.holds_type(node):
                 text = f"`{short(row.new)}` where it is about arrays of JAX"
-                self._tell(name, text, node, True)
+                self._report(name, text, node, True)
             return False
         head: cst.CSTNode = node  # without the attributes of what has the row
         for _ in range(name.removeprefix(row.old).count(".")):
             head = head.value if isinstance(head, cst.Attribute) else head
-        edits = fitted(self._program, head, row.form) if row.form else []
+        edits = argument_edits(self._program, head, row.pattern) if row.pattern else []
         if edits is None or "#" in self._program.code(head):
             text = (
                 f"not in this form: `{short(row.new)}` has no such arguments, or is no "
                 f"object to hand on; {row.text or 'the same'}"
             )
-            self._tell(name, text, node, True)
+            self._report(name, text, node, True)
             return False
         self.edits += [*edits, self._program.edit(head, *_parts(row.new))]
         self._note(row.old, row, node)
@@ -218,8 +218,8 @@ class _Port:
             return any(
                 row.new is not None
                 and (
-                    not row.form
-                    or fitted(self._program, function, row.form) is not None
+                    not row.pattern
+                    or argument_edits(self._program, function, row.pattern) is not None
                 )
                 for row in map(self._row, reference.names if reference else ())
             )
@@ -228,18 +228,18 @@ class _Port:
             parent = self._program.parents.get(parent)
         return isinstance(parent, cst.Annotation)
 
-    def _tell_decision(self, name: str, row: Name, node: cst.CSTNode) -> None:
+    def _report_decision(self, name: str, row: Name, node: cst.CSTNode) -> None:
         text = row.text
         if self.keras and row.old == "tf.GradientTape":
             text = tape_advice(self._program, node) or text
         if name != "tf" and not (row.stays and not self._notes):
-            self._tell(name, text, node, not row.stays)
+            self._report(name, text, node, not row.stays)
 
     def _note(self, name: str, row: Name, node: cst.CSTNode) -> None:
         if row.new is None:
-            self._tell_decision(name, row, node)
+            self._report_decision(name, row, node)
         elif row.text:
-            self._tell(name, row.text, node, False)
+            self._report(name, row.text, node, False)
 
     def _decide_annotation(self, node: cst.SimpleString) -> None:
         if node.prefix or "\\" in node.value:
@@ -255,9 +255,9 @@ class _Port:
             for match in re.finditer(pattern, node.value):
                 self._used.add(key)
                 name, row = self._name(head + match[1]), self._row(head + match[1])
-                if row.new is None or (row.form and not row.form.bare):
+                if row.new is None or (row.pattern and not row.pattern.bare):
                     self._left.add(key)
-                    self._tell_decision(name, row, node)
+                    self._report_decision(name, row, node)
                     continue
                 start = self._program.span(node)[0]
                 start += len(node.value[: match.start()].encode())
@@ -275,7 +275,7 @@ class _Port:
             if (
                 method.name == node.attr.value
                 and self._generation.value in method.generations.split()
-                and self._is_meant(node, method)
+                and self._matches(node, method)
             ):
                 break
         else:
@@ -285,9 +285,11 @@ class _Port:
         if self._notes:
             name = f"{self._program.code(node.value)}.{method.name}"
             is_long = len(name) > 50 or "\n" in name
-            self._tell(f".{method.name}" if is_long else name, method.text, node, False)
+            self._report(
+                f".{method.name}" if is_long else name, method.text, node, False
+            )
 
-    def _is_meant(self, node: cst.Attribute, method: Method) -> bool:
+    def _matches(self, node: cst.Attribute, method: Method) -> bool:
         if method.name == "numpy":
             call = self._program.parents.get(node)
             return isinstance(call, cst.Call) and call.func is node and not call.args
@@ -501,7 +503,7 @@ def _group(name: Name) -> tuple[str, str, str]:
     if name.new is None:
         return (old if name.text == "" else "", "", name.text)
     new, _, new_last = name.new.rpartition(".")
-    is_module = name.exact and name.form is None and not name.type
+    is_module = name.exact and name.pattern is None and not name.type
     if new_last != last or is_module:
         return (f"{name.old} itself", name.new, name.text)
     return (old, new, name.text)
