@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from jaxstrategy._src import lazy_names
 
 if TYPE_CHECKING:
-    from jaxstrategy._src.flax.linen import (
+    from jaxstrategy._src.flax.statistics import (
         average_statistics as average_statistics,
         axis_name as axis_name,
     )

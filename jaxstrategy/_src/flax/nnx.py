@@ -13,7 +13,7 @@ from jax import lax
 from jaxstrategy._src import masks
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.errors import ContextError
-from jaxstrategy._src.flax.linen import (
+from jaxstrategy._src.flax.statistics import (
     moments,
     normalized,
     refuse_axis_name,
