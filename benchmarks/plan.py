@@ -5,6 +5,7 @@ python benchmarks/plan.py [--cases perceptron transformer]
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import sys
 import time
@@ -26,12 +27,53 @@ from _training import (
     bytes_on_a_device,
     devices_of,
 )
+from flax import linen as nn
 
 import jaxstrategy as js
 from jaxstrategy import planning
 
 DONATE = js.RunOptions(donate_argnums=0)
 ADAMW = optax.adamw(1e-3)
+WORDS, CLASSES = 2**15, 16
+
+
+class Convolutions(nn.Module):
+    """Of images."""
+
+    units: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for factor in (1, 2, 4):
+            x = nn.relu(nn.Conv(factor * self.units, (3, 3), strides=(2, 2))(x))
+        return nn.Dense(CLASSES)(x.mean((1, 2)))
+
+
+class Embedding(nn.Module):
+    """A large table and two small layers."""
+
+    units: int
+
+    @nn.compact
+    def __call__(self, words: jax.Array) -> jax.Array:
+        x = nn.Embed(WORDS, self.units)(words).mean(1)
+        return nn.Dense(CLASSES)(nn.relu(nn.Dense(self.units)(x)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Classified(FlaxTask):
+    """Images, or rows of words, and the class of each."""
+
+    def batch(self, replicas: int) -> Sequence[np.ndarray]:
+        draw, shape = np.random.default_rng(1), (replicas, self.rows)
+        x = draw.integers(0, WORDS, (*shape, self.length)).astype(np.int32)
+        if isinstance(self.model, Convolutions):
+            x = draw.normal(size=(*shape, 32, 32, 3)).astype(np.float32)
+        return [x, np.zeros(shape, np.int32)]
+
+    def loss(self, params: PyTree, x: jax.Array, y: jax.Array) -> jax.Array:
+        out: Any = self.model.apply({"params": params}, x)
+        return optax.softmax_cross_entropy_with_integer_labels(out, y).mean()
 
 
 def transformer(width: int) -> Transformer:
@@ -39,14 +81,18 @@ def transformer(width: int) -> Transformer:
 
 
 CASES = {
-    f"{name}, {rows} rows": FlaxTask(model, ADAMW, rows)
-    for name, model, rows in (
-        ("perceptron 256", Perceptron(4, 256), 64),
-        ("perceptron 512", Perceptron(4, 512), 1024),
-        ("perceptron 1024", Perceptron(4, 1024), 64),
-        ("transformer 128", transformer(128), 16),
-        ("transformer 128", transformer(128), 64),
-        ("transformer 256", transformer(256), 16),
+    f"{name}, {rows} rows": kind(model, ADAMW, rows)
+    for name, kind, model, rows in (
+        ("perceptron 256", FlaxTask, Perceptron(4, 256), 64),
+        ("perceptron 512", FlaxTask, Perceptron(4, 512), 1024),
+        ("perceptron 1024", FlaxTask, Perceptron(4, 1024), 64),
+        ("transformer 128", FlaxTask, transformer(128), 16),
+        ("transformer 128", FlaxTask, transformer(128), 64),
+        ("transformer 256", FlaxTask, transformer(256), 16),
+        ("convolutions 16", Classified, Convolutions(16), 64),
+        ("convolutions 32", Classified, Convolutions(32), 256),
+        ("embedding 32", Classified, Embedding(32), 64),
+        ("embedding 64", Classified, Embedding(64), 512),
     )
 }
 

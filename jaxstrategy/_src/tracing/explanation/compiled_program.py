@@ -257,7 +257,7 @@ _WINDOW = re.compile(r'"sliding_window_length":"?(\d+)')
 # or call the host.
 _UNCOUNTED = re.compile(
     r'custom_call_target="(?!Sharding|SPMD|AllocateBuffer|MoveTo|annotate_|TopK|__cub\$'
-    r'|__gpu\$TopK|cu_threefry|\w*callback)([^"]*)"'
+    r'|__gpu\$TopK|ConcatBitcast|cu_threefry|\w*callback)([^"]*)"'
 )
 
 
