@@ -5,6 +5,7 @@ import functools
 import gc
 import itertools
 import threading
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -311,6 +312,22 @@ def test_a_function_pushes_once_and_a_lost_worker_not_at_all(server):
     server.fence(2, 0)  # an old message does not open it again
     assert not add(call=CallNumber(first + 5, worker=2, incarnation=0))
     assert stored.read() == 7
+
+
+def test_functions_behind_one_that_stalls_are_remembered_in_little_memory():
+    stored, add = counted(js.coordinator.Threads(1, 1).servers[0])
+    first = 10**7  # it does not end
+    add(call=CallNumber(first + 20_000, first))
+    tracemalloc.start()
+    for number in range(1, 10_000):
+        assert add(call=CallNumber(first + number, first))
+    grown, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert grown < 100_000 and stored.read() == 10_000
+    assert not add(call=CallNumber(first + 5000, first))
+    assert add(call=CallNumber(first + 10_000, first)) and add(call=CallNumber(first))
+    # Of those that all have ended, nothing is known any more.
+    assert not add(call=CallNumber(first + 15_000, first + 20_000))
 
 
 def test_a_retry_waits_for_what_is_being_pushed(here):

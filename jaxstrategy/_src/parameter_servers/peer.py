@@ -230,6 +230,7 @@ LONGEST_PATIENCE = 1e6
 _LINES = 20  # of a lost process's output
 _RECONNECT_SECONDS = 20.0  # how long a server may be out of reach before it is lost
 _RECONNECT_PAUSE = 0.2
+_REPLACED = "another process was started in its place"
 _MOST_REPEATS = 3  # of one request; it may be what breaks the connection
 
 
@@ -268,7 +269,7 @@ class Peer:
         self._why: str | None = None  # it is lost
         weakref.finalize(self, _close, self._all)
         if first is not None:
-            self._add(first)
+            self._add(first, task)
             self._idle.append(first)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
@@ -307,8 +308,9 @@ class Peer:
 
     def move_to(self, task: Task) -> None:
         """Go on with another process in its place, which has nothing."""
-        self._drop("another process was started in its place")
-        self._task, self._why = task, None
+        self._drop(_REPLACED)
+        with self._lock:
+            self._task, self._why = task, None
 
     def close(self, why: str = "its connections were closed here") -> None:
         """Close all streams; who waits for an answer gets the error of a lost one."""
@@ -316,7 +318,7 @@ class Peer:
         self._drop(why)
 
     def _asked(self, method: str, *arguments: object) -> Any:
-        message = packed((method, *arguments))
+        message, task = packed((method, *arguments)), self._task
         stream = self._taken()
         is_whole = False
         try:
@@ -333,7 +335,7 @@ class Peer:
             why = _reason(error, self._patience)
             # Else it was reached again meanwhile, over others.
             if stream in self._all:
-                self._drop(why)
+                self._drop(why, task)
             raise self._error(self._why or why) from error
         finally:
             # Whatever else ends it, such as Ctrl-C, leaves half a message behind.
@@ -364,20 +366,23 @@ class Peer:
                 return self._idle.pop()
         if why is not None:
             raise self._error(why)
+        task = self._task
         try:
             stream = self._dial(SECONDS)
         except (EOFError, OSError) as error:
-            self._drop(why := f"it cannot be reached ({error})")
+            self._drop(why := f"it cannot be reached ({error})", task)
             raise self._error(self._why or why) from error
-        if (why := self._add(stream)) is not None:
+        if (why := self._add(stream, task)) is not None:
             stream.close()
             raise self._error(why)
         return stream
 
-    def _add(self, stream: Stream) -> str | None:
+    def _add(self, stream: Stream, task: Task) -> str | None:
         """Have a connection more, unless it is lost: why that is."""
         stream.limit_silence(self._patience)
         with self._lock:
+            if task is not self._task:
+                return _REPLACED
             if self._why is None:
                 self._all.add(stream)
             return self._why
@@ -404,8 +409,10 @@ class Peer:
                 if self._is_closed:  # just now
                     self._drop(str(lost))
 
-    def _drop(self, why: str) -> None:
+    def _drop(self, why: str, task: Task | None = None) -> None:
         with self._lock:
+            if task not in (None, self._task):
+                return  # what is lost is the process before
             self._why = self._why or why
             streams = set(self._all)
             self._all.clear()
