@@ -252,14 +252,6 @@ def test_what_lies_nowhere_yet_is_mirrored_by_the_strategy(tmp_path, four):
     assert len(alone.devices()) == 1 and not alone.committed
 
 
-def test_an_iterator_that_cannot_be_resumed_is_refused(tmp_path, two):
-    once = (np.ones(4, np.float32) for _ in range(3))
-    with iter(two.experimental_distribute_dataset(once)) as passing:
-        next(passing)
-        with pytest.raises(TypeError, match="`data` cannot be saved: "):
-            saved(tmp_path, {"data": passing})
-
-
 def test_nothing_is_restored_if_an_iterator_refuses(tmp_path, two):
     def passing(first):
         data = list(first + np.arange(8.0, dtype=np.float32).reshape(2, 4))
@@ -404,7 +396,7 @@ def test_what_cannot_be_saved_is_named(tmp_path, value, told):
         assert manager.all_steps() == []
 
 
-def test_a_donated_array_is_named(tmp_path, two):
+def test_what_cannot_be_saved_or_where_is_told(tmp_path, two):
     state = two.mirror({"w": np.ones(3)})
     step = two.run(lambda s: s, options=js.RunOptions(donate_argnums=(0,)))
     step(state)
@@ -412,6 +404,22 @@ def test_a_donated_array_is_named(tmp_path, two):
         js.errors.DonatedValueError, match="`w` was donated to an earlier"
     ):
         saved(tmp_path, state)
+    once = (np.ones(4, np.float32) for _ in range(3))
+    with iter(two.experimental_distribute_dataset(once)) as passing:
+        next(passing)
+        with pytest.raises(TypeError, match="`data` cannot be saved: "):
+            saved(tmp_path, {"data": passing})
+    with pytest.raises(ValueError, match="Two values of the state are both called `0`"):
+        saved(tmp_path, Twins(1, 2))
+    with manager_of(tmp_path) as manager:
+        with pytest.raises(
+            js.errors.ContextError, match="`save` was called inside a step"
+        ):
+            two.run(lambda: manager.save(1, {"a": 1}))
+        with pytest.raises(
+            js.errors.ContextError, match="`restore` was called inside a step"
+        ):
+            jax.jit(lambda: manager.restore({"a": 1}))()
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -429,23 +437,6 @@ class Twins:
     @classmethod
     def tree_unflatten(cls, _, children):
         return cls(*children)
-
-
-def test_two_values_of_one_name_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="Two values of the state are both called `0`"):
-        saved(tmp_path, Twins(1, 2))
-
-
-def test_saving_inside_a_step_is_refused(tmp_path, two):
-    with manager_of(tmp_path) as manager:
-        with pytest.raises(
-            js.errors.ContextError, match="`save` was called inside a step"
-        ):
-            two.run(lambda: manager.save(1, {"a": 1}))
-        with pytest.raises(
-            js.errors.ContextError, match="`restore` was called inside a step"
-        ):
-            jax.jit(lambda: manager.restore({"a": 1}))()
 
 
 def test_the_last_and_the_best_checkpoints_stay(tmp_path):

@@ -24,13 +24,18 @@ def test_a_table_is_stored_with_at_most_a_sixteenth_more_rows(rows, stored):
     assert js.sharded.Embedding(rows, 1).stored_rows == stored <= rows * 17 / 16
 
 
-def test_first_values_are_those_of_flax_whatever_the_replicas():
+def test_first_values_are_those_of_flax_and_each_device_has_its_rows():
     wanted = linen.Embed(100, 4).embedding_init(jax.random.key(1), (100, 4))
     embedding = js.sharded.Embedding(100, 4)
     for replicas in 1, 4:
         state = divided(replicas).init(embedding.init, jax.random.key(1))
         np.testing.assert_array_equal(state.table[:100], wanted)
         assert not state.table[100:].any()
+    embedding = js.sharded.Embedding(100, 4, js.sharded.Adagrad(0.1))
+    state = divided(4).init(embedding.init, jax.random.key(0))
+    for array in (state.table, state.slots["accumulator"]):
+        assert isinstance(array, js.Sharded)
+        assert {each.data.shape for each in array.addressable_shards} == {(25, 4)}
 
 
 def test_no_id_reaches_the_rows_that_fill_a_table_up():
@@ -44,14 +49,6 @@ def test_no_id_reaches_the_rows_that_fill_a_table_up():
     np.testing.assert_array_equal(gradient[31:].ravel(), [0, 1, 0])
     new = state.update([32, 33, 34], np.ones((3, 1)))
     np.testing.assert_array_equal(new.table[31:].ravel(), [1, 0, 0])
-
-
-def test_each_device_has_its_rows_only():
-    embedding = js.sharded.Embedding(100, 4, js.sharded.Adagrad(0.1))
-    state = divided(4).init(embedding.init, jax.random.key(0))
-    for array in (state.table, state.slots["accumulator"]):
-        assert isinstance(array, js.Sharded)
-        assert {each.data.shape for each in array.addressable_shards} == {(25, 4)}
 
 
 def test_a_checkpoint_is_restored_on_another_number_of_replicas(tmp_path):

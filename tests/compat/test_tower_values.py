@@ -117,7 +117,7 @@ def test_map_and_reduce():
             assert repr(found) == f"MapOutput(10 elements on {n} towers)"
 
 
-def test_parameter_servers_of_one_process(monkeypatch):
+def test_strategies_of_one_process(monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
     d = contrib.ParameterServerStrategy(num_gpus_per_worker=2)
     assert d.num_towers == 2 and d.parameter_devices == jax.devices()[:1]
@@ -126,9 +126,6 @@ def test_parameter_servers_of_one_process(monkeypatch):
         v = js.Variable(0.0, aggregation="sum")
         total = d.call_for_each_tower(lambda x: v.assign_add(x), ids(d.core, 1.0))
         assert float(total) == 3.0 and v == 3.0
-
-
-def test_several_processes_with_one(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["localhost:2222"]}}')
     d = contrib.CollectiveAllReduceStrategy(num_gpus_per_worker=8)
     assert d.num_towers == 8

@@ -117,7 +117,7 @@ def test_methods_are_not_for_towers():
             call(default, v)
 
 
-def test_the_default_strategy_merges():
+def test_the_default_strategy_merges_and_has_no_devices():
     w = js.Variable(1.0, name="w")
 
     def merge_fn(d):
@@ -138,9 +138,6 @@ def test_the_default_strategy_merges():
 
     in_default(merge_fn)
     assert w == 5.0
-
-
-def test_the_default_strategy_has_no_devices():
     for name in ["worker_devices", "parameter_devices", "worker_device_index"]:
         with pytest.raises(RuntimeError, match=f"`{name}` is not supported by the def"):
             getattr(contrib.get_distribution_strategy(), name)

@@ -66,9 +66,6 @@ def test_where_values_are_broadcast_to():
         assert result.devices() == set(cpus[:2])
     result = s.extended.broadcast_to({"a": np.ones(3)}, per_replica(s))
     assert result["a"].devices() == set(cpus[:2])
-
-
-def test_what_cannot_be_broadcast():
     s = mirrored()
     method = s.extended.broadcast_to
     for wrong in (None, [], ()):

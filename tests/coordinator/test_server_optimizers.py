@@ -55,7 +55,7 @@ def test_it_updates_as_optax_does(name, shards):
     np.testing.assert_allclose(np.asarray(v), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_rows_that_are_there_twice_are_added_up():
+def test_rows_are_added_up_and_replicas_reduce_before_they_apply():
     # With Adam alone nobody would see it: its first step has the same size anyway.
     strategy = strategy_of(shards=3)
     v = variable(strategy, ROWS)
@@ -65,9 +65,6 @@ def test_rows_that_are_there_twice_are_added_up():
     expected = ROWS.copy()
     np.subtract.at(expected, ids, values)
     np.testing.assert_allclose(np.asarray(v), expected, rtol=1e-6)
-
-
-def test_replicas_reduce_before_they_apply():
     strategy = strategy_of(devices=2)
     v = variable(strategy, 0.0, aggregation="none")
     optimizer = strategy.optimizer(optax.sgd(1.0), v)

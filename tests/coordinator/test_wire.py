@@ -111,7 +111,9 @@ def test_a_recorded_connection_cannot_be_played_again_and_tells_no_secret(job):
     assert variable.numpy().tolist() == [1, 1, 1]
 
 
-def test_who_has_another_secret_or_none_is_refused(job, monkeypatch):
+def test_who_has_another_secret_or_none_is_refused_and_one_address_is_bound(
+    job, monkeypatch
+):
     addresses, *_, variable = job
     monkeypatch.setenv("JAXSTRATEGY_CLUSTER_SECRET", "another secret, not it")
     with pytest.raises(js.ClusterError, match="has another JAXSTRATEGY_CLUSTER_SECRET"):
@@ -125,9 +127,6 @@ def test_who_has_another_secret_or_none_is_refused(job, monkeypatch):
     with pytest.raises(js.ClusterError, match="the job needs a secret"):
         server.start()
     assert variable.numpy().shape == (3,)
-
-
-def test_only_one_address_is_bound(job, monkeypatch):
     monkeypatch.setenv("JAXSTRATEGY_CLUSTER_SECRET", SECRET)
     for every in ("0.0.0.0:2222", "[::]:2222"):
         server = js.Server({"worker": ["a:1"], "ps": [every]}, "ps", 0, start=False)
@@ -307,7 +306,7 @@ def test_messages_arrive_as_they_were_sent(keys):
             ends[1].receive()
 
 
-def test_messages_over_the_limit_are_refused():
+def test_messages_that_are_too_large_are_refused():
     large = np.zeros(2500)
     with connected(largest=10_000) as ends:
         with pytest.raises(FrameError, match="bytes was to be sent; .* 10000"):
@@ -316,6 +315,15 @@ def test_messages_over_the_limit_are_refused():
         ends[0].send(large)
         with pytest.raises(FrameError, match="of 20... bytes in 1 arrays was"):
             ends[1].receive()
+    with connected() as (here, there):
+        here._sock.sendall(array_of((1 << 37,), 1 << 37, "int8"))
+
+        def take(size):
+            raise MemoryError
+
+        there._buffers = type("N", (), {"take": staticmethod(take)})()
+        with pytest.raises(FrameError, match="is larger than the memory"):
+            there.receive()
 
 
 HUGE = (1 << 64) - 1
@@ -376,18 +384,6 @@ def test_a_hostile_head_is_an_error_and_takes_no_memory():
             there.close()
             here.close()
             sender.join()
-
-
-def test_contents_larger_than_the_memory_are_an_error():
-    with connected() as (here, there):
-        here._sock.sendall(array_of((1 << 37,), 1 << 37, "int8"))
-
-        def take(size):
-            raise MemoryError
-
-        there._buffers = type("N", (), {"take": staticmethod(take)})()
-        with pytest.raises(FrameError, match="is larger than the memory"):
-            there.receive()
 
 
 def test_changed_and_cut_off_messages_never_do_worse_than_an_error():

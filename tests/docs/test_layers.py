@@ -79,15 +79,12 @@ def imported(path):
                     yield alias.name
 
 
-def test_imports_point_down():
+def test_imports_point_down_and_in_no_circle():
     for path in PACKAGE.rglob("*.py"):
         own = floor(module_of(path))
         for name in imported(path):
             is_program = module_of(path).endswith("__main__")
             assert floor(name) <= own or is_program, f"{path} imports {name}, above it"
-
-
-def test_there_are_no_circles():
     graph = {}
     for path in PACKAGE.rglob("*.py"):
         name = module_of(path)
@@ -106,9 +103,6 @@ def test_there_are_no_circles():
 
     for name in graph:
         visit(name)
-
-
-def test_no_private_jax_module_is_used():
     for path in PACKAGE.rglob("*.py"):
         assert "jax._src" not in path.read_text(), path
 

@@ -91,16 +91,13 @@ def test_grain_lengths(grain):
     assert Source(grain_loader(grain)).length is None
 
 
-def test_grain_does_not_change_a_state_that_it_gave(grain):
+def test_states_that_grain_cannot_take_or_give(grain):
     one = Source(grain_mixed(grain)).start()
     next(one)
     state = one.get_state()
     text = json.dumps(state)
     next(one)
     assert json.dumps(state) == text != json.dumps(one.get_state())
-
-
-def test_grain_refuses_a_foreign_state(grain):
     one = Source(grain_map(grain)).start()
     with pytest.raises(ValueError, match="not the state of a pass over the Grain Map"):
         one.set_state({"batches": 3})
@@ -111,8 +108,6 @@ def test_grain_refuses_a_foreign_state(grain):
         loader.set_state({"data_loader": "{}"})
     one.close(), loader.close()
 
-
-def test_a_grain_state_that_json_cannot_hold(grain):
     class Iterator(grain.DatasetIterator):
         def __next__(self):
             return np.arange(2)
@@ -248,21 +243,18 @@ def test_a_hugging_face_stream_keeps_its_epoch(datasets):
     assert_same(taken(other), left)
 
 
-def test_hugging_face_in_another_form(datasets):
+def test_what_hugging_face_datasets_cannot_do_is_told(datasets):
     with pytest.raises(TypeError, match=r'in the form None .*with_format\("numpy"\)'):
         Source(face(datasets).batch(4))
-
-
-@each_of("streamed", [False, True])
-def test_hugging_face_without_batches(datasets, streamed):
-    single = face(datasets).with_format("numpy")
-    single = single.to_iterable_dataset() if streamed else single
-    one = Source(single).start()
-    with pytest.raises(TypeError, match=r"`batch\['y'\]` .* one example and not a bat"):
-        next(one)
-
-
-def test_a_hugging_face_shuffle_buffer_cannot_resume(datasets):
+    splits = datasets.DatasetDict({"train": face_table(datasets)})
+    with pytest.raises(TypeError, match=r"several datasets: train. .*dataset\['train"):
+        Source(splits)
+    with pytest.raises(ValueError, match="is not the state of a pass over the Hugging"):
+        Source(face_stream(datasets)).start().set_state({"batches": 1})
+    with pytest.raises(ValueError, match="is not the state of a pass over the Hugging"):
+        Source(face_table(datasets)).start().set_state({"stream": {}})
+    with pytest.raises(ValueError, match="saved after batch 9, but .* has 3 batches"):
+        Source(face_table(datasets)).start().set_state({"batches": 9})
     stream = face(datasets).to_iterable_dataset().shuffle(seed=0, buffer_size=5)
     one = Source(stream.with_format("numpy").batch(4)).start()
     rows = np.concatenate([batch["y"] for batch in one])
@@ -271,18 +263,6 @@ def test_a_hugging_face_shuffle_buffer_cannot_resume(datasets):
         one.get_state()
     with pytest.raises(TypeError, match="shuffles through a buffer, .* left out"):
         one.set_state({})
-
-
-def test_hugging_face_refuses_a_foreign_state(datasets):
-    with pytest.raises(ValueError, match="is not the state of a pass over the Hugging"):
-        Source(face_stream(datasets)).start().set_state({"batches": 1})
-    with pytest.raises(ValueError, match="is not the state of a pass over the Hugging"):
-        Source(face_table(datasets)).start().set_state({"stream": {}})
-    with pytest.raises(ValueError, match="saved after batch 9, but .* has 3 batches"):
-        Source(face_table(datasets)).start().set_state({"batches": 9})
-
-
-def test_hugging_face_passes_in_turns_lose_their_place(datasets):
     source = Source(face_stream(datasets))
     one, other = source.start(), source.start()
     next(one), next(other), next(one)
@@ -294,10 +274,13 @@ def test_hugging_face_passes_in_turns_lose_their_place(datasets):
     assert third.get_state()
 
 
-def test_several_hugging_face_splits(datasets):
-    splits = datasets.DatasetDict({"train": face_table(datasets)})
-    with pytest.raises(TypeError, match=r"several datasets: train. .*dataset\['train"):
-        Source(splits)
+@each_of("streamed", [False, True])
+def test_hugging_face_without_batches(datasets, streamed):
+    single = face(datasets).with_format("numpy")
+    single = single.to_iterable_dataset() if streamed else single
+    one = Source(single).start()
+    with pytest.raises(TypeError, match=r"`batch\['y'\]` .* one example and not a bat"):
+        next(one)
 
 
 @pytest.fixture(scope="module")
@@ -393,14 +376,11 @@ def test_torch_gradients_and_lazy_conjugates_are_resolved(torch):
         np.testing.assert_array_equal(found, wanted)
 
 
-def test_a_torch_tensor_that_numpy_cannot_hold(torch):
+def test_what_torch_loaders_cannot_do_is_told(torch):
     sparse = torch.eye(2).to_sparse()
     loader = unbatched(torch, [{"x": (torch.ones(1), sparse)}])
     with pytest.raises(TypeError, match=r"`batch\['x'\]\[1\]` is a tensor of .*sparse"):
         next(Source(loader).start())
-
-
-def test_a_shuffling_torch_loader_cannot_resume(torch):
     generator = torch.Generator().manual_seed(0)
     one = Source(torch_loader(torch, shuffle=True, generator=generator)).start()
     next(one)
@@ -409,9 +389,6 @@ def test_a_shuffling_torch_loader_cannot_resume(torch):
         one.get_state()
     with pytest.raises(TypeError, match=advice):
         one.set_state({"batches": 1})
-
-
-def test_a_torch_batch_sampler_of_ones_own_is_not_taken_for_sequential(torch):
     loader = torch.utils.data.DataLoader(
         torch_pairs(torch), batch_sampler=[[3, 1], [2, 0]]
     )
@@ -419,6 +396,8 @@ def test_a_torch_batch_sampler_of_ones_own_is_not_taken_for_sequential(torch):
     assert_same(taken(source.start()), numpy_pairs([3, 1, 2, 0], 2))
     with pytest.raises(TypeError, match="its sampler is not sequential"):
         source.start().get_state()
+    with pytest.raises(TypeError, match="is a PyTorch dataset of examples and not of"):
+        Source(torch_pairs(torch))
 
 
 def test_an_iterable_torch_dataset(torch):
@@ -490,11 +469,6 @@ def test_a_stateful_loader_remembers_one_place(torch, stateful):
         other.set_state({"batches": 1})
 
 
-def test_a_torch_dataset_of_examples(torch):
-    with pytest.raises(TypeError, match="is a PyTorch dataset of examples and not of"):
-        Source(torch_pairs(torch))
-
-
 TF_PARTS = [{"x": np.arange(i, i + 3)} for i in range(4)]
 
 
@@ -504,13 +478,10 @@ def test_tf_data_is_read_by_its_protocol_and_resumes():
     assert_same(taken(source.start()), TF_PARTS)
     assert_same(taken(source.start()), TF_PARTS)
     assert_resumes(lambda: FakeTfDataset(TF_PARTS), TF_PARTS)
+    with pytest.raises(ValueError, match="after batch 5, but the tf.data dataset has"):
+        Source(FakeTfDataset(TF_PARTS)).start().set_state({"batches": 5})
 
 
 @each_of("count", [-1, -2])
 def test_tf_data_without_a_length(count):
     assert Source(FakeTfDataset(TF_PARTS, count)).length is None
-
-
-def test_tf_data_with_too_few_batches():
-    with pytest.raises(ValueError, match="after batch 5, but the tf.data dataset has"):
-        Source(FakeTfDataset(TF_PARTS)).start().set_state({"batches": 5})

@@ -26,10 +26,16 @@ def test_the_slowest_is_named_with_median_and_tail():
     assert "process 0 (host a, pid 10): median 0.0 ms, 95 % 0.0 ms" in str(found)
 
 
-def test_who_is_late_by_little_is_not_named():
+def test_who_is_late_by_little_or_not_seen_is_not_named():
     found = found_late.stragglers({ZERO: rows(lambda k: 0), ONE: rows(lambda k: 0.005)})
     assert found.slowest is None
     assert found.verdict == "no process is late, in 100 steps"
+    told = {ZERO: rows(lambda k: 0)[50:], ONE: rows(lambda k: 0.05, steps=55)}
+    found = found_late.stragglers(told)
+    assert found.steps == 5 and found.slowest is None
+    assert found.verdict == "only 5 steps were seen, too few to tell who is late"
+    told[ONE] = told[ONE][:51]
+    assert found_late.stragglers(told).verdict.startswith("only 1 step was seen")
 
 
 def compared(delay, steps=20, period=0.1):
@@ -43,12 +49,3 @@ def test_a_step_takes_as_long_where_each_is_compared():
     assert found.verdict == "no process is late, in 20 steps"
     found = found_late.stragglers({ZERO: compared(0), ONE: compared(0.1)})
     assert found.verdict.endswith(" 100.0 ms), 50% of a step")
-
-
-def test_steps_that_one_does_not_tell_of_are_left_out():
-    told = {ZERO: rows(lambda k: 0)[50:], ONE: rows(lambda k: 0.05, steps=55)}
-    found = found_late.stragglers(told)
-    assert found.steps == 5 and found.slowest is None
-    assert found.verdict == "only 5 steps were seen, too few to tell who is late"
-    told[ONE] = told[ONE][:51]
-    assert found_late.stragglers(told).verdict.startswith("only 1 step was seen")

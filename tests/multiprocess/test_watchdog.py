@@ -81,7 +81,7 @@ def watched():
         watchdog.stop()
 
 
-def test_a_call_that_does_not_return_is_reported(watched):
+def test_a_call_or_a_result_that_does_not_come_is_reported(watched):
     watchdog, ends = watched(0.3)
     watchdog.step_started("train_step", "train.py:30: strategy.run(train_step)")
     assert ends.came.wait(10)
@@ -93,9 +93,6 @@ def test_a_call_that_does_not_return_is_reported(watched):
     assert "jaxstrategy-" not in text
     last = text.rstrip().rsplit("\n", 1)[-1]
     assert last.startswith("jaxstrategy: process 0 waited") and "in step 1" in last
-
-
-def test_a_result_that_is_not_computed_is_reported(watched):
     watchdog, ends = watched(0.3)
     token = Token()
     watchdog.step_started("train_step")

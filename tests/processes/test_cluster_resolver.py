@@ -264,7 +264,7 @@ def test_a_union_speaks_for_the_first_resolver():
 PS0 = {"cluster": BOTH, "task": {"type": "ps", "index": 0}}
 
 
-def test_tf_config_is_read_anew(tf_config):
+def test_tf_config_is_read_anew_and_arguments_come_before_it(tf_config):
     tf_config(PS0)
     resolver = cr.TFConfigClusterResolver()
     assert resolver.cluster_spec() == BOTH
@@ -288,9 +288,6 @@ def test_tf_config_is_read_anew(tf_config):
         assert resolver.cluster_spec() == {} and resolver.master() == ""
         assert (resolver.task_type, resolver.task_id) == (None, None)
         assert resolver.process() == cr.Process(0, 1, "")
-
-
-def test_arguments_come_before_tf_config(tf_config):
     tf_config(
         {"cluster": BOTH, "rpc_layer": "grpc", "task": {"type": "ps", "index": 1}}
     )
@@ -497,7 +494,7 @@ def sagemaker(environment):
     return sagemaker
 
 
-def test_hosts_of_sagemaker_are_workers(sagemaker):
+def test_hosts_of_sagemaker_are_workers_unless_something_else_is_given(sagemaker):
     sagemaker(["algo-1", "algo-2"], "algo-2")
     resolver = cr.SageMakerClusterResolver()
     assert resolver.cluster_spec() == {"worker": ["algo-1:2223", "algo-2:2223"]}
@@ -519,9 +516,6 @@ def test_hosts_of_sagemaker_are_workers(sagemaker):
         assert not resolver.cluster_spec() and resolver.master() == ""
         assert (resolver.task_type, resolver.task_id) == (None, None)
         assert resolver.process() == cr.Process(0, 1, "")
-
-
-def test_what_is_given_comes_before_sagemaker(sagemaker):
     sagemaker(["algo-1", "algo-2"], "algo-1")
     resolver = cr.SageMakerClusterResolver(
         np.int64(81), "worker", "1", "grpc", environment="mine"

@@ -641,38 +641,25 @@ def test_wrong_arguments_are_refused(tmp_path, monkeypatch):
         ("--grace soon x.py", "argument --grace: 'soon' is not a time in seconds"),
         ("--grace nan x.py", "'nan' is not a time in seconds"),
         ("--proc 3 x.py", "unrecognized arguments: --proc"),
-        (
-            "-n 2 --max-restarts 1 --min-processes 3 x.py",
-            "--min-processes 3 is more than the 2 processes of -n",
-        ),
+        ("-n 2 --max-restarts 1 --min-processes 3 x.py", "3 is more than the 2 proce"),
         ("-n 2 --min-processes 1 x.py", "--min-processes needs restarts"),
         ("--check x.py", "--check runs a program of its own: leave out script"),
-        (
-            "-n 2 --max-restarts 1 --min-processes 1 --nodes 2 x.py",
-            "--min-processes works on one machine only",
-        ),
+        ("-n 1:2 --max-restarts 1 --nodes 2 x.py", "--min-processes works on one ma"),
         ("-n 1:2 --max-restarts 1 --print slurm x.py", "--min-processes has no meanin"),
-        (
-            "-n 2 --max-restarts 1 --wait-for-replacement 5 x.py",
-            "--wait-for-replacement needs --min-processes",
-        ),
-        (
-            "-n 1:2 --max-restarts 1 --wait-for-replacement=-1 x.py",
-            "argument --wait-for-replacement: '-1' is not a time in seconds",
-        ),
-        (
-            "-n 1:2 --max-restarts 1 --wait-for-replacement inf x.py",
-            "--wait-for-replacement: 'inf' is not a time in seconds",
+        *(
+            (f"-n {n} --max-restarts 1 --wait-for-replacement={seconds} x.py", text)
+            for n, seconds, text in [
+                ("2", "5", "--wait-for-replacement needs --min-processes"),
+                ("1:2", "-1", "--wait-for-replacement: '-1' is not a time in seconds"),
+                ("1:2", "inf", "-for-replacement: 'inf' is not a time in seconds"),
+            ]
         ),
         ("--nodes 3:2 x.py", "--nodes 3:2 has its larger number first"),
         ("--nodes 1:2 x.py", "--nodes M:N needs restarts: add --max-restarts"),
-        (
-            "--nodes 1:2 --max-restarts 1 --print k8s x.py",
-            "--nodes M:N has no meaning with --print",
-        ),
+        ("--nodes 1:2 --max-restarts 1 --print k8s x.py", "--nodes M:N has no meaning"),
         (
             "--devices-per-process 2 --gpus-per-process 1 x.py",
-            "--devices-per-process simulates devices on the CPU",
+            "simulates devices on the",
         ),
         ("--nodes 2 --node-rank 2 x.py", "--node-rank 2 is out of range: --nodes is 2"),
         ("--node-rank 1 x.py", "--node-rank 1 is out of range: --nodes is 1"),

@@ -92,7 +92,22 @@ def test_datasets_of_ours_are_refused(four, method):
     assert np.isfinite(model.evaluate(generator, steps=5, verbose=0)[0])
 
 
-def test_another_backend_is_refused(four, monkeypatch):
+def test_where_keras_cannot_follow_it_is_refused_and_variables_are_not(
+    four, monkeypatch
+):
+    servers = js.ParameterServerStrategy(
+        workers=1, parameter_servers=1, backend="threads"
+    )
+    with servers.scope(), pytest.raises(ValueError, match="are on parameter servers"):
+        compiled(4)
+    servers.close()
+    shared = js.MirroredStrategy(js.simulate(8)[:2], replicas_per_device=2)
+    for strategy in (four, shared):  # the second could train no model of Keras
+        with strategy.scope():
+            total = js.Variable(0.0, aggregation="sum")
+        strategy.run(lambda v: v.assign_add(1.0), (total,))
+        assert float(total.value()) == 4.0
+    assert keras.distribution.distribution() is None
     model = compiled(4)
     monkeypatch.setattr(keras.config, "backend", lambda: "tensorflow")
     with (
@@ -101,22 +116,3 @@ def test_another_backend_is_refused(four, monkeypatch):
     ):
         compiled(4)
     assert model.built
-
-
-def test_parameter_servers_are_refused():
-    servers = js.ParameterServerStrategy(
-        workers=1, parameter_servers=1, backend="threads"
-    )
-    with servers.scope(), pytest.raises(ValueError, match="are on parameter servers"):
-        compiled(4)
-    servers.close()
-
-
-def test_a_scope_for_variables_of_ours_needs_nothing_of_keras(four):
-    shared = js.MirroredStrategy(js.simulate(8)[:2], replicas_per_device=2)
-    for strategy in (four, shared):  # the second could train no model of Keras
-        with strategy.scope():
-            total = js.Variable(0.0, aggregation="sum")
-        strategy.run(lambda v: v.assign_add(1.0), (total,))
-        assert float(total.value()) == 4.0
-    assert keras.distribution.distribution() is None

@@ -100,9 +100,6 @@ def test_mistakes_are_told(two):
     with two.scope(), pytest.raises(js.errors.ContextError, match="`update_metrics`"):
         js.flax.nnx.update_metrics(metric, x=jnp.ones(2))
     assert metric.count[...] == 0
-
-
-def test_a_mean_of_one_replica_is_told_with_what_to_give_instead(two):
     metrics = made()
 
     @two.run

@@ -483,7 +483,7 @@ def test_a_loop_in_a_step_counts_once_and_is_said_to():
     assert report.flops < 50 * 2 * ROWS * IN * IN / 10
 
 
-def test_a_report_is_a_table():
+def test_a_report_is_a_table_which_says_what_is_not_known():
     report = profiling.Report(
         "step", 10, 20, first_call=2.5, dispatch=0.0012, between=1e-5, device=0.01,
         step=0.008, examples_per_second=64_000.0, communication=0.0025, input=9e-6,
@@ -507,9 +507,6 @@ def test_a_report_is_a_table():
     assert repr(report) == str(report)
     html = report._repr_html_()
     assert re.search(r"host, to start a step</td><td[^>]*>1.2 ms</td>", html)
-
-
-def test_what_is_not_known_is_said():
     report = profiling.Report("step", 0, 0)
     assert str(report).count("not known") == 9
     assert report.scalars() == {}
