@@ -267,11 +267,6 @@ def test_a_strategy_says_what_it_divides():
 # State that is built in parts: the bits of whole state, and never all of it.
 
 
-def dividing(count=8, shard="state", **options):
-    chosen = js.StateSharding(shard, **{"min_bytes": 0, **options})
-    return js.MirroredStrategy(jax.devices()[:count], sharding=chosen)
-
-
 def bits(tree):
     return {
         jax.tree_util.keystr(path): np.asarray(
@@ -321,30 +316,23 @@ def draws(key):
 
 @pytest.mark.slow
 def test_the_bits_are_those_of_whole_state():
-    strategy = dividing()
+    strategy = sharded(8)
     state = check_like_whole(strategy, draws, jax.random.key(3))
     assert state["text"] == "as it is"
     whole = {"['odd']", "['key']", "['text']"}
     assert divided_paths(strategy, state) == {f"['{name}']" for name in state} - whole
 
 
-class Model(nnx.Module):
-    def __init__(self, rngs):
-        self.dense = nnx.Linear(8, 16, rngs=rngs)
-        self.norm = nnx.BatchNorm(16, rngs=rngs)
-        self.drop = nnx.Dropout(0.5, rngs=rngs)
-
-
 def nnx_state():
-    model = Model(nnx.Rngs(0))
+    model = Net(nnx.Rngs(0))
     return model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
 
 
 @pytest.mark.slow
 def test_objects_of_nnx_are_built_in_parts():
-    strategy = dividing()
+    strategy = sharded(8)
     model, optimizer = check_like_whole(strategy, nnx_state)
-    assert isinstance(model, Model) and isinstance(optimizer, nnx.Optimizer)
+    assert isinstance(model, Net) and isinstance(optimizer, nnx.Optimizer)
     assert isinstance(optimizer.opt_state[0].mu["dense"]["kernel"][...], js.Sharded)
     assert isinstance(model.dense.kernel[...], js.Sharded)
     assert isinstance(model.drop.rngs.count[...], js.Mirrored)
@@ -398,7 +386,7 @@ def test_no_device_ever_has_more_than_its_parts_and_one_array(monkeypatch):
     monkeypatch.setattr(init, "jax", Jax())
     monkeypatch.setattr(init.mesh, "place", watched)
     before = on_one_device()
-    state = dividing().init(layers, jax.random.key(0))
+    state = sharded(8).init(layers, jax.random.key(0))
     monkeypatch.undo()
     at_rest = on_one_device() - before
     assert len(jax.tree.leaves(state)) == 13
@@ -411,9 +399,9 @@ def test_no_device_ever_has_more_than_its_parts_and_one_array(monkeypatch):
 
 
 def test_layers_of_one_kind_are_one_program(compilations):
-    key = dividing().mirror(jax.random.key(0))
+    key = sharded(8).mirror(jax.random.key(0))
     compilations()
-    dividing().init(lambda key: layers(key, 16, 8), key)
+    sharded(8).init(lambda key: layers(key, 16, 8), key)
     # All that is exact in parts; a layer; its division.
     assert compilations() <= 3
 
@@ -425,12 +413,12 @@ def test_layers_that_differ_in_an_array_are_not_taken_for_each_other():
     def build():
         return [jnp.sqrt(jnp.asarray(one)), jnp.sqrt(jnp.asarray(two))]
 
-    first, second = check_like_whole(dividing(), build)
+    first, second = check_like_whole(sharded(8), build)
     assert first[1000] != second[1000]
 
 
 def test_state_is_built_while_its_caller_is_traced():
-    strategy = dividing(4)
+    strategy = sharded()
 
     def build(x):
         return strategy.init(lambda x: {"w": jnp.sin(x) * jnp.ones(8)}, x)["w"]

@@ -413,18 +413,6 @@ def test_one_device_gives_its_part_of_what_lies_over_the_axis(cores):
     assert over.seconds(links, "ring") == pytest.approx(2 * 3 / 4)
 
 
-def test_a_hidden_gather_is_seen(cores):
-    def step(w, x):
-        w = jnp.sort(w)  # <- gather
-        return replica().all_reduce("sum", w * x)
-
-    w = ones(cores, (6,), "core")
-    found = cores.explain(step, (w, cores.per_replica([1.0, 2.0, 3.0, 4.0])))
-    gathers = [each for each in found.inner_collectives if each.kind == "all_gather"]
-    assert [each.nbytes for each in gathers] == [3 * 4]
-    assert gathers[0].line == marked(step, "gather")
-
-
 def test_collectives_that_the_step_writes_over_an_inner_axis_are_not_of_replicas(cores):
     def step(x):
         def of_core(x):

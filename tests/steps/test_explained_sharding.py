@@ -441,17 +441,3 @@ def test_types_say_where_arrays_would_lie(cores):
     assert bytes_of(found.sharding.results) == HALVES
     assert found.memory.arguments == sum(HALVES.values()) + 3 * 16 * 4
     assert {each.kind for each in found.inner_collectives} == {"all_reduce"}
-
-
-def test_replicas_that_share_one_device_share_what_is_equal():
-    strategy = js.MirroredStrategy(
-        jax.devices()[:1],
-        replicas_per_device=8,
-        sharding=js.StateSharding("state", min_bytes=0),
-    )
-    state = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
-    found = strategy.explain(
-        step, (state, rows_placed(strategy)), compiled=False
-    ).sharding
-    assert bytes_of(found.leaves) == WHOLE
-    assert {leaf.reason for leaf in found.leaves} == {"all replicas share one device"}
