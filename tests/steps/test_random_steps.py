@@ -101,7 +101,7 @@ class Ours:
         lax.cond(x[0] > 0.1, lambda: self.own.assign_add(x), lambda: self.own.value())
         return self.equal.value() + self.own.value()
 
-    tanh, where, xp = staticmethod(jnp.tanh), staticmethod(jnp.where), jnp
+    sin, where = staticmethod(jnp.sin), staticmethod(jnp.where)
 
     def held(self):
         values = *self.variables.values(), self.equal, self.own
@@ -162,20 +162,20 @@ class Plain:
         self.own = np.where(x[:, :1] > 0.1, self.own + x, self.own)
         return self.variables["equal"] + self.own
 
-    tanh, where, xp = staticmethod(np.tanh), staticmethod(np.where), np
+    sin, where = staticmethod(np.sin), staticmethod(np.where)
 
     def held(self):
         return [*self.variables.values(), self.own.sum(0)]
 
 
 SIMPLE = {
-    "arithmetic": lambda on, a, b: on.tanh(a - b) + a[..., ::-1],
+    "arithmetic": lambda on, a, b: on.sin(a - b) + a[..., ::-1],
     "where": lambda on, a, b: on.where(a > 0.1, a, b / 2),
     "sum": lambda on, a, b: on.reduced("sum", a),
     "mean": lambda on, a, b: on.reduced("mean", b) + a,
     "max": lambda on, a, b: on.reduced("max", a),
     "min": lambda on, a, b: on.reduced("min", b),
-    "groups": lambda on, a, b: on.in_groups(a),
+    "groups": lambda on, a, b: on.in_groups(on.numbered(a)),
     "gather": lambda on, a, b: on.last(a) - b,
     "merge_call": lambda on, a, b: on.merged(a),
     "id": lambda on, a, b: on.numbered(a),
@@ -184,13 +184,13 @@ SIMPLE = {
     "count": lambda on, a, b: on.count(a),
 } | {
     f"{method} {name}": functools.partial(
-        lambda on, a, b, name, method: on.assign(name, method, on.tanh(a)),
+        lambda on, a, b, name, method: on.assign(name, method, on.sin(a)),
         name=name, method=method,
     )
     for name in AGGREGATIONS for method in ("assign", "assign_add", "assign_sub")
 }  # fmt: skip
 HOLDERS = {
-    "scan": lambda on, f, a, b: on.repeated(lambda c: on.tanh(f(on, c, b)), a),
+    "scan": lambda on, f, a, b: on.repeated(lambda c: on.sin(f(on, c, b)), a),
     "cond": lambda on, f, a, b: on.chosen(a, lambda: f(on, a, b) + a, lambda: a + b),
     "jit": lambda on, f, a, b: on.called(lambda a: f(on, a, b) * a, a),
 }
@@ -213,7 +213,7 @@ def run(on, lines, x, s, total):
         a, b = known[first % len(known)], known[second % len(known)]
         function = SIMPLE[name]
         value = HOLDERS[holder](on, function, a, b) if holder else function(on, a, b)
-        known.append(on.tanh(value))
+        known.append(on.sin(value / 2))
     return known
 
 
@@ -245,6 +245,6 @@ def test_random_steps_give_numpys_numbers(is_eager, layout):
         wanted = run(plain, lines, rows, plain.on_all(s), total)
         for line, have, want in zip([0, 0, 0, *lines], found, wanted, strict=True):
             have = np.stack(strategy.experimental_local_results(have))
-            np.testing.assert_allclose(have, want, rtol=1e-3, atol=1e-4, err_msg=line)
+            np.testing.assert_allclose(have, want, rtol=1e-3, atol=3e-4, err_msg=line)
         for have, want in zip(ours.held(), plain.held(), strict=True):
             np.testing.assert_allclose(have, want, rtol=1e-3, atol=1e-3)
