@@ -227,6 +227,28 @@ def test_the_suspicion_names_the_culprit():
         assert text in _watchdog.suspicion(states, 0, "saving", 10.0, None)
 
 
+def test_each_process_is_described():
+    for process, text in [
+        (state(1, end="died", silent=9.5), "has died: killed, out of memory"),
+        (state(1, step=None), "had not said how far it is"),
+        (state(1, pending="step 3", busy="compiles"), "compiles, for 2.5 s; last: st"),
+        (
+            state(1, pending="step 2"),
+            "had been in step 2 for 2.5 s; last begun: step 3",
+        ),
+        (
+            state(1, reads=[["batch 4", 2.0], ["batch 5", 0.1]]),
+            "waited for nothing; last: step 3, f at a.py:1; its input pipeline has not "
+            "delivered batch 4 for 2.0 s",
+        ),
+        (
+            state(1, silent=9.5),
+            "has not answered for 9.5 s; before, it waited for noth",
+        ),
+    ]:
+        assert f"process 1 (host h, pid 11) {text}" in _watchdog.described(process)
+
+
 def test_a_killed_process_ends_the_others_by_name(job):
     with job(LOOP, count=3, env={"JAX_NUM_CPU_DEVICES": "2"}) as running:
         running.wait_for("going")
