@@ -1,6 +1,5 @@
 """Outputs of several steps of TensorFlow 1, set on a context while they run."""
 
-import functools
 import re
 
 import jax
@@ -131,72 +130,63 @@ def test_no_steps_leave_the_initial_values():
     assert outputs(strategy, context) == (6, 3, [1, 5])
 
 
-def in_step(step):
-    def fn(strategy, context, x):
-        strategy.run(step, (context, x))
+def step_fn(strategy, step):
+    return lambda context, x: strategy.run(step, (context, x))
 
-    return fn
+
+def by_grad(c, x):
+    def loss(x):
+        c.set_last_step_output("l", x.sum(), "mean")
+        return x.sum()
+
+    return jax.grad(loss)(x)
+
+
+CONTEXT = js.errors.ContextError
+NOT_REDUCED = (
+    "The output 'l' was set in a replica context without saying how the replicas' "
+    "values are reduced. Give `reduce_op=ReduceOp.MEAN`, or return the value"
+)
 
 
 def test_what_cannot_be_an_output():
-    for fn, error, text in [
+    strategy = of_kind("mirrored", 2)
+    for step, error, text in [
+        (lambda c, x: c.set_last_step_output("l", x), ValueError, NOT_REDUCED),
         (
-            in_step(lambda c, x: c.set_last_step_output("l", x)),
-            ValueError,
-            "The output 'l' was set in a replica context without saying how the "
-            "replicas' values are reduced. Give `reduce_op=ReduceOp.MEAN`, or return "
-            "the value",
+            by_grad,
+            CONTEXT,
+            "`ctx.set_last_step_output` was called inside a function th",
         ),
         (
-            in_step(
-                lambda c, x: jax.grad(
-                    lambda x: c.set_last_step_output("l", x.sum(), "mean") or x.sum()
-                )(x)
-            ),
-            js.errors.ContextError,
-            "`ctx.set_last_step_output` was called inside a function that JAX traces "
-            "by itself within the step",
-        ),
-        (
-            in_step(
-                lambda c, x: jax.jit(lambda x: c.set_non_tensor_output("l", x.sum()))(x)
-            ),
-            js.errors.ContextError,
+            lambda c, x: jax.jit(lambda x: c.set_non_tensor_output("l", x.sum()))(x),
+            CONTEXT,
             "`ctx.set_non_tensor_output` was called inside a function",
         ),
+        (lambda c, x: c.last_step_outputs, CONTEXT, "`ctx.last_step_outputs` was read"),
+        (lambda c, x: c.non_tensor_outputs, CONTEXT, "`ctx.non_tensor_outputs` was re"),
+        (lambda c, x: c.set_last_step_output("l", x, "middle"), ValueError, "middle"),
+    ]:
+        check_refused(strategy, step_fn(strategy, step), error, text)
+    for fn, error, text in [
         (
-            lambda s, c, x: jax.jit(lambda x: c.set_last_step_output("l", x))(
-                x.values[0]
-            ),
-            js.errors.ContextError,
+            lambda c, x: jax.jit(lambda x: c.set_last_step_output("l", x))(x.values[0]),
+            CONTEXT,
             "`ctx.set_last_step_output` was called inside a function",
         ),
         (
-            in_step(lambda c, x: c.last_step_outputs),
-            js.errors.ContextError,
-            "`ctx.last_step_outputs` was read inside a step, which is compiled once",
-        ),
-        (
-            in_step(lambda c, x: c.non_tensor_outputs),
-            js.errors.ContextError,
-            "`ctx.non_tensor_outputs` was read inside a step",
-        ),
-        (
-            in_step(lambda c, x: c.set_last_step_output("l", x, "middle")),
-            ValueError,
-            "middle",
-        ),
-        (
-            lambda s, c, x: c.set_last_step_output(3, x),
+            lambda c, x: c.set_last_step_output(3, x),
             TypeError,
             "The name of an output was 3; a text was wanted.",
         ),
     ]:
-        strategy = of_kind("mirrored", 2)
-        iterator = numbers(strategy, dtype=np.float32)
-        with pytest.raises(error, match=re.escape(text)):
-            run_steps(strategy, functools.partial(fn, strategy), iterator)
-        assert not v1.has_strategy()
+        check_refused(strategy, fn, error, text)
+
+
+def check_refused(strategy, fn, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        run_steps(strategy, fn, numbers(strategy, dtype=np.float32))
+    assert not v1.has_strategy()
 
 
 def test_where_steps_cannot_be_run():

@@ -7,24 +7,12 @@ import threading
 import jax
 import numpy as np
 import pytest
-from helpers.clusters import coordinated, until_each_has
+from helpers.clusters import until_each_has
 from helpers.sources import FakeTfDataset
 
 import jaxstrategy as js
 
 index = js.coordinator.experimental_get_current_worker_index
-
-
-@pytest.fixture(scope="module")
-def three():
-    with coordinated(3) as coordinator:
-        yield coordinator
-
-
-@pytest.fixture
-def one():
-    with coordinated(1) as coordinator:
-        yield coordinator
 
 
 def first(iterator):

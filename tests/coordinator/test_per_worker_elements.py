@@ -17,12 +17,6 @@ def workers():
 
 
 @pytest.fixture(scope="module")
-def one():
-    with coordinated(1) as coordinator:
-        yield coordinator
-
-
-@pytest.fixture(scope="module")
 def double():
     """One worker with two devices."""
     with coordinated(1, devices=2) as coordinator:

@@ -12,12 +12,6 @@ import jaxstrategy as js
 index = js.coordinator.experimental_get_current_worker_index
 
 
-@pytest.fixture
-def one():
-    with coordinated(1) as coordinator:
-        yield coordinator
-
-
 def restarted(coordinator, worker=0):
     """End a worker, and wait until another life of it has begun."""
     idle = js.coordinator.WorkerActivity.IDLE

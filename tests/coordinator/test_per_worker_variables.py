@@ -15,12 +15,6 @@ import jaxstrategy as js
 index = js.coordinator.experimental_get_current_worker_index
 
 
-@pytest.fixture(scope="module")
-def three():
-    with coordinated(3) as coordinator:
-        yield coordinator
-
-
 def own(coordinator, start=0.0, **options):
     with coordinator.strategy.scope():
         return js.Variable(start, per_worker_variable=True, **options)

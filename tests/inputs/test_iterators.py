@@ -173,8 +173,8 @@ def test_a_closed_iterator_has_ended(two):
     for options in ways():
         with iter(two.experimental_distribute_dataset(source, options)) as iterator:
             next(iterator)
-        iterator.close()
         assert list(iterator) == []
+        iterator.close()
         with pytest.raises(js.OutOfRangeError):
             iterator.get_next()
     assert closed == [True] * 6

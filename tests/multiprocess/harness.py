@@ -3,10 +3,12 @@
 import contextlib
 import os
 import pathlib
+import subprocess
 import sys
 import textwrap
 import time
 
+import workers
 from helpers.processes import Program
 from helpers.sockets import free_address
 from helpers.threads import until  # noqa: F401 (the tests take it from here)
@@ -163,3 +165,17 @@ def job(folder, script="", count=2, seconds=30, env=None, scripts=None, started=
         raise
     finally:
         running.end()
+
+
+def launched(*arguments, **variables):
+    """How a launcher ended, with its output."""
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxstrategy.launch", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        stdin=subprocess.DEVNULL,
+        env={**workers.ENVIRONMENT, "PYTHONPATH": workers.PATH, **variables},
+    )
+    print(done.stdout, done.stderr)  # shown when the test fails
+    return done

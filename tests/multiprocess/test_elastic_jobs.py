@@ -5,12 +5,12 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import workers
+from harness import launched
 from helpers.processes import Program
 from helpers.sockets import free_addresses
 from helpers.threads import until
@@ -20,18 +20,9 @@ RUNS = int(os.environ.get("ELASTIC_RUNS", "1"))  # the proof has 20
 GROW_SECONDS = 30  # while an attempt of three takes 15 to be killed, on busy cores
 
 
-def launched(options, folder, faults):
-    command = [sys.executable, "-m", "jaxstrategy.launch", *options.split()]
-    command += ["--devices-per-process", "1", elastic.__file__]
-    done = subprocess.run(
-        [*command, str(folder), json.dumps(faults)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**workers.ENVIRONMENT, "PYTHONPATH": workers.PATH},
-    )
-    print(done.stdout, done.stderr)  # shown if something fails
-    return done
+def trained(options, folder, faults):
+    program = "--devices-per-process", 1, elastic.__file__
+    return launched(*options.split(), *program, folder, json.dumps(faults))
 
 
 def curve(done):
@@ -44,7 +35,7 @@ def curve(done):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    steps, parameters = curve(launched("-n 1", tmp_path_factory.mktemp("one"), {}))
+    steps, parameters = curve(trained("-n 1", tmp_path_factory.mktemp("one"), {}))
     losses = {k: loss for *_, k, loss in steps}
     assert sorted(losses) == list(range(elastic.STEPS)) and len(steps) == len(losses)
     return losses, parameters
@@ -86,7 +77,7 @@ def test_killed_to_one_and_grown_to_four_the_bits_are_the_same(
         who, later = int(random.integers(count)), int(random.integers(40))
         faults[attempt] = [[who, step, "kill", later]]
     options = f"-n 1:4 --max-restarts 3 --grow-every {GROW_SECONDS} --grace 5"
-    done = launched(options, tmp_path / "disturbed", faults)
+    done = trained(options, tmp_path / "disturbed", faults)
     steps = check_same(done, undisturbed)
     counts = [n for _, n, _, _ in steps]
     # Where a machine is so busy that it grows between, a later kill is left out.
@@ -112,7 +103,7 @@ def test_killed_to_one_and_grown_to_four_the_bits_are_the_same(
 )
 def test_processes_that_are_lost_at_bad_moments(tmp_path, undisturbed, faults):
     options = "-n 2:4 --max-restarts 2 --grow-every 600 --grace 5"
-    done = launched(options, tmp_path / "disturbed", faults)
+    done = trained(options, tmp_path / "disturbed", faults)
     steps = check_same(done, undisturbed)
     assert steps[-1][1] == 4 - len(faults)
     assert len(faults) <= len(repeated(done)) + 1 <= 2
@@ -121,7 +112,7 @@ def test_processes_that_are_lost_at_bad_moments(tmp_path, undisturbed, faults):
 @pytest.mark.slow
 def test_more_losses_than_are_allowed_end_the_job(tmp_path):
     faults = {k: [[0, 8, "kill", 0]] for k in range(2)}
-    done = launched("-n 1:2 --max-restarts 1 --grace 5", tmp_path / "lost", faults)
+    done = trained("-n 1:2 --max-restarts 1 --grace 5", tmp_path / "lost", faults)
     assert done.returncode == 137
     assert "the 1 restart of --max-restarts have been made" in done.stderr
     assert done.stderr.endswith("rank 0 failed with signal SIGKILL\n")

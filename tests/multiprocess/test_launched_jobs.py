@@ -3,30 +3,15 @@
 import json
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import workers
+from harness import launched
 from workers import late
 
 PREEMPTED = Path(__file__).parent / "workers" / "preempted.py"
 HANGING = PREEMPTED.with_name("hanging.py")
-
-
-def launched(*arguments, **variables):
-    """How a launcher ended, with its output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxstrategy.launch", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        stdin=subprocess.DEVNULL,
-        env={**workers.ENVIRONMENT, "PYTHONPATH": workers.PATH, **variables},
-    )
-    print(done.stdout, done.stderr)  # shown when the test fails
-    return done
 
 
 def last_line(done):

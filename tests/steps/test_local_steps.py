@@ -9,6 +9,7 @@ import optax
 import pytest
 from helpers.cases import each_of
 from helpers.replicas import replica
+from helpers.trees import assert_close
 
 import jaxstrategy as js
 
@@ -70,13 +71,6 @@ def workers(step, state, batches, n):
         ends.append(own)
         losses.append(np.array(seen))
     return jax.tree.map(mean, *ends), np.array(losses)
-
-
-def assert_close(have, want, tolerance=1e-5):
-    def close(have, want):
-        np.testing.assert_allclose(have, want, rtol=tolerance, atol=tolerance)
-
-    jax.tree.map(close, have, want)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 from helpers.cases import each_of
+from helpers.trees import assert_close
 
 import jaxstrategy as js
 
@@ -89,13 +90,6 @@ def joined(stacked):
     # With one replica a result is a plain array.
     array = stacked.stacked if isinstance(stacked, js.PerReplica) else stacked
     return np.asarray(array).reshape(-1, FEATURES)
-
-
-def assert_close(have, want, tolerance=1e-5):
-    def close(have, want):
-        np.testing.assert_allclose(have, want, rtol=tolerance, atol=tolerance)
-
-    jax.tree.map(close, have, want)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 from helpers.cases import each_of
+from helpers.trees import assert_close
 
 import jaxstrategy as js
 
@@ -49,13 +50,6 @@ def alone(tx, grads):
         grad = jax.tree.map(lambda g: g.mean(0), grad)
         params, state = step(params, state, grad)
     return params
-
-
-def assert_close(have, want, tolerance=1e-5):
-    def close(have, want):
-        np.testing.assert_allclose(have, want, rtol=tolerance, atol=tolerance)
-
-    jax.tree.map(close, have, want)
 
 
 @each_of("op, function", [("mean", np.mean), ("SUM", np.sum)])

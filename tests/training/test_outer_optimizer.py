@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from helpers.cases import each_of
+from helpers.trees import assert_close
 
 import jaxstrategy as js
 
@@ -73,13 +74,6 @@ def trained(strategy, tx, batches, options=MAY_VARY, start=None, step=None):
         each = strategy.per_replica(x), strategy.per_replica(y)
         params, state = step(params, state, *each)
         yield params, state
-
-
-def assert_close(have, want, tolerance=1e-6):
-    def close(have, want):
-        np.testing.assert_allclose(have, want, rtol=tolerance, atol=tolerance)
-
-    jax.tree.map(close, have, want)
 
 
 def diloco(inner, every=4):
