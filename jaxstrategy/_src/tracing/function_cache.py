@@ -272,21 +272,21 @@ class CachedFunction:
             has_arrays = not all(map(is_nnx_node, self._captured.values()))
             if not has_arrays or programs.has_succeeded or not _needs_constants(error):
                 raise
+            # The function may need the value of an array in Python, or the sharding of
+            # a captured array is none of an argument: then they are constants.
+            code = Identity(_code.code_of(fn))
+            self._cache.with_constants.add(code)
+            self._programs = None
+            try:
+                return self._call_checked(arguments, call)
+            except BaseException:
+                self._cache.with_constants.discard(code)  # they were not the reason
+                self._programs = None
+                raise
         finally:
             if programs.traces != traces:
                 self._update_key(fn, programs)
             self._references = None
-        # The function may need the value of an array in Python, or the sharding of a
-        # captured array is none of an argument: then they are constants.
-        code = Identity(_code.code_of(fn))
-        self._cache.with_constants.add(code)
-        self._programs = None
-        try:
-            return self._call_checked(arguments, call)
-        except BaseException:
-            self._cache.with_constants.discard(code)  # they were not the reason
-            self._programs = None
-            raise
 
     def _captures_the_same(self, fn: Function) -> bool:
         bindings = (*self._free_variables, *self._captured_bindings)
