@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.cases import each, each_of
-from helpers.cores import cored
 from helpers.replicas import ids, replica
 from helpers.variables import variable
 from jax import lax
@@ -464,21 +463,6 @@ def test_ordered_prints_on_several_devices_are_refused(four_printing, name):
 START = np.linspace(-1, 1, 8, dtype=np.float32)
 
 
-def mirrored(count=2, **options):
-    return js.MirroredStrategy(jax.devices()[:count], **options)
-
-
-LAYOUTS = {
-    "one replica": lambda: mirrored(1),
-    "replicas": mirrored,
-    "on shared devices": lambda: mirrored(replicas_per_device=2),
-    "of several devices": lambda: cored(2, 2),
-    "divided on shared devices": lambda: mirrored(
-        sharding=DIVIDED, replicas_per_device=2
-    ),
-}
-
-
 class Variables:
     def __init__(self, strategy):
         self.shared = variable(strategy, START, aggregation="mean")
@@ -510,8 +494,9 @@ def use_variables(strategy):
 
 
 def test_steps_that_use_variables():
-    for _, make in each(LAYOUTS):
-        use_variables(make())
+    for name, make in each(STRATEGIES):
+        if name != "none":
+            use_variables(make())
 
 
 def in_merge_call(v, x):
