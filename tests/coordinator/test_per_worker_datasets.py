@@ -64,7 +64,7 @@ def test_what_the_function_raises_comes_out_here(three):
         three.create_per_worker_dataset(make)
 
 
-def test_what_is_no_dataset_is_refused(three):
+def test_what_is_no_dataset_or_empty_is_refused(three):
     """A ValueError as in TensorFlow, and a TypeError as of our other strategies."""
     for given in (3, "text", None, np.ones(3), int):
         for kind, made in ((ValueError, given), (TypeError, lambda: given)):  # noqa: B023
@@ -79,9 +79,6 @@ def test_what_is_no_dataset_is_refused(three):
     dataset = mirrored.experimental_distribute_dataset([np.ones(2)])
     with pytest.raises(TypeError, match="distributed by another strategy"):
         three.create_per_worker_dataset(dataset)
-
-
-def test_a_dataset_without_elements_has_no_type(three):
     dataset = three.create_per_worker_dataset(lambda: [])
     with pytest.raises(ValueError, match="has no elements"):
         _ = dataset.element_spec

@@ -188,16 +188,13 @@ def test_only_remote_values_are_taken(values):
         js.coordinator.PerWorkerValue(values)
 
 
-def test_too_few_are_an_error_of_the_function(three):
+def test_too_few_or_different_values_are_an_error_of_the_function(three):
     value = js.coordinator.PerWorkerValue(remote(three, 1.0))
     three.join()
     step = three.function(lambda own: (index(), own))
     with pytest.raises(IndexError, match=r"Worker [12] runs .* PerWorkerValue of 1 va"):
         until_it_fails(three, step, value)
     three.join()
-
-
-def test_values_of_different_shapes_are_an_error_of_the_function(three):
     values = remote(three, np.ones(2), np.ones(3), np.ones(3))
     value = js.coordinator.PerWorkerValue(values)
     step = three.function(lambda own: (index(), own.sum()))

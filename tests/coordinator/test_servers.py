@@ -208,11 +208,26 @@ def test_wrong_pushes_and_reads_change_nothing(server):
     assert [each.version for each in own] == [0, 0, 0]
 
 
-def test_rows_that_cannot_be_counted_are_refused(here):
+def test_what_a_server_cannot_do_is_told(here, monkeypatch):
     many = np.broadcast_to(np.zeros((1, 0), np.int8), (2**31, 0))
     stored = Stored(here, many)
     with pytest.raises(ValueError, match="has 2147483648 rows. Only 2.*31 - 1"):
         stored.read(np.array([3]))
+
+    def missing(_):
+        raise ImportError("flatbuffers")
+
+    monkeypatch.setattr(jax.export, "deserialize", missing)
+    with pytest.raises(ImportError, match=r"pip install 'jaxstrategy\[coordinator\]'"):
+        here.define("y", b"")
+
+    def none(backend):
+        raise RuntimeError("Unknown backend cpu")
+
+    monkeypatch.setattr(jax, "local_devices", none)
+    Stored(here, ROW)
+    with pytest.raises(RuntimeError, match="on a CPU, which JAX_PLATFORMS=cpu leaves"):
+        Stored(here, ROW, is_table=True)
 
 
 def test_numbers_are_used_once_until_they_are_dropped(server):
@@ -478,15 +493,6 @@ def test_updates_of_several_variables_do_not_wait_for_each_other(here):
     assert [float(each.read()[0]) for each in own] == [50, -50, 0]
 
 
-def test_without_what_reads_programs(here, monkeypatch):
-    def missing(_):
-        raise ImportError("flatbuffers")
-
-    monkeypatch.setattr(jax.export, "deserialize", missing)
-    with pytest.raises(ImportError, match=r"pip install 'jaxstrategy\[coordinator\]'"):
-        here.define("y", b"")
-
-
 def test_whatever_jax_was_told_and_while_a_function_is_traced(here):
     kind = ((4, 2), np.float32)
     here.define("one more", exported(lambda a, x: a + x, kind, kind))
@@ -521,13 +527,3 @@ def test_whatever_jax_was_told_and_while_a_function_is_traced(here):
 
     assert jax.jit(step)(1.0) == 4 and jax.grad(step)(1.0) == 4
     assert (jax.vmap(step)(jnp.ones(2)) == 4).all()
-
-
-def test_a_job_whose_jax_has_no_cpu(here, monkeypatch):
-    def none(backend):
-        raise RuntimeError("Unknown backend cpu")
-
-    monkeypatch.setattr(jax, "local_devices", none)
-    Stored(here, ROW)
-    with pytest.raises(RuntimeError, match="on a CPU, which JAX_PLATFORMS=cpu leaves"):
-        Stored(here, ROW, is_table=True)

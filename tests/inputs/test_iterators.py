@@ -69,7 +69,7 @@ def test_the_arrays_of_a_source_are_left_alone(n, array):
         assert x.tolist() == [0, 1, 2, 3]
 
 
-def test_get_next(two):
+def test_get_next_and_as_optional(two):
     iterator = iter(two.experimental_distribute_dataset([np.arange(2)]))
     assert real(iterator.get_next()) == [[0], [1]]
     for _ in range(2):
@@ -78,9 +78,6 @@ def test_get_next(two):
     with pytest.raises(StopIteration):
         next(iterator)
     assert issubclass(js.OutOfRangeError, StopIteration)
-
-
-def test_get_next_as_optional(two):
     iterator = iter(two.experimental_distribute_dataset([np.arange(2)]))
     first, second = (iterator.get_next_as_optional() for _ in range(2))
     assert first.has_value() and real(first.get_value()) == [[0], [1]]
@@ -101,7 +98,7 @@ def test_a_dataset_can_be_iterated_again_and_a_generator_once(two):
         iter(once)
 
 
-def test_lengths(two):
+def test_lengths_and_reduce(two):
     of = two.experimental_distribute_dataset
     assert len(of([np.arange(2)] * 3)) == 3
     assert repr(of([np.arange(2)] * 3)) == "DistributedDataset(the list, 3 steps)"
@@ -111,9 +108,6 @@ def test_lengths(two):
     text = "How many steps the generator has is not known. Count them, or give a sour"
     with pytest.raises(TypeError, match=text):
         len(of(np.arange(2) for _ in range(3)))
-
-
-def test_reduce(two):
     dataset = two.experimental_distribute_dataset(ranged(7, 4))
     rows = dataset.reduce([], lambda all, batch: all + sum(real(batch), []))
     assert rows == list(range(7))

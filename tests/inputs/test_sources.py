@@ -196,12 +196,16 @@ def rows_of(count):
     return {"x": x, "y": np.arange(count)}
 
 
-def test_unshuffled_batches_are_views():
+def test_batches_are_views_and_shuffled_rows_are_copied_once():
     data = rows_of(8)
     for batch in batches(data, 3):
         assert np.shares_memory(batch["x"], data["x"])
     _, part = batches(data, 4).start().part(lambda rows: slice(1, 2))
     assert np.shares_memory(part["x"], data["x"])
+    array = np.arange(64 * 16, dtype=np.float32).reshape(64, 16)
+    (batch,) = batches(array, 64, shuffle=3)
+    placed = jax.device_put(batch, jax.devices("cpu")[0])
+    assert placed.unsafe_buffer_pointer() == batch.ctypes.data
 
 
 def test_what_can_be_batched(tmp_path):
@@ -329,13 +333,6 @@ def test_parts_are_the_chosen_rows(shuffle, epochs):
             assert_same([part], [{k: v[choose(count)] for k, v in batch.items()}])
         with pytest.raises(StopIteration):
             one.part(choose)
-
-
-def test_shuffled_rows_are_copied_once():
-    array = np.arange(64 * 16, dtype=np.float32).reshape(64, 16)
-    (batch,) = batches(array, 64, shuffle=3)
-    placed = jax.device_put(batch, jax.devices("cpu")[0])
-    assert placed.unsafe_buffer_pointer() == batch.ctypes.data
 
 
 BAD = {

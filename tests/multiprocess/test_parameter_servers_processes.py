@@ -263,7 +263,7 @@ except KeyboardInterrupt:
         assert "made 3.0" in ran.ranks[0].output
 
 
-def test_gpus_are_divided_among_workers():
+def test_gpus_are_divided_among_workers_and_counts_are_positive():
     for gpus, workers, count, each, names, sharing in [
         ("01234567", 2, None, 4, [("0", "1", "2", "3"), ("4", "5", "6", "7")], 1),
         ("01234567", 3, None, 2, [("0", "1"), ("2", "3"), ("4", "5")], 1),
@@ -273,9 +273,6 @@ def test_gpus_are_divided_among_workers():
         assert divided(gpus, workers, count) == (each, tuple(names), sharing)
     with pytest.raises(ValueError, match="need 4 GPUs, and there are 3"):
         divided("012", 2, 2)
-
-
-def test_counts_are_positive():
     for name in ("workers", "parameter_servers", "devices_per_worker"):
         given = {"workers": 1, "parameter_servers": 1, name: 0}
         with pytest.raises(ValueError, match=f"`{name}` was 0"):

@@ -51,7 +51,7 @@ def refused(call, text, error=ValueError, *given, **more):
     assert text in str(caught.value), (text, str(caught.value))
 
 
-def test_a_spec_takes_lists_dicts_and_specs():
+def test_specs():
     for given, indices in [
         ({"worker": ["a:1", "b:1"]}, [0, 1]),
         ({"worker": ("a:1", "b:1")}, [0, 1]),
@@ -65,9 +65,6 @@ def test_a_spec_takes_lists_dicts_and_specs():
             assert same.task_address("worker", indices[0]) == "a:1"
             assert same.task_address("worker", indices[1]) == "b:1"
             assert same == spec
-
-
-def test_a_spec_compares_and_prints_its_tasks():
     spec = cr.ClusterSpec({"worker": {1: "a:1"}, "ps": ["b:1"], "chief": []})
     assert spec.as_dict() == {"worker": {1: "a:1"}, "ps": ["b:1"], "chief": {}}
     assert spec.job_tasks("worker") == [None, "a:1"] and spec.job_tasks("chief") == []
@@ -77,9 +74,6 @@ def test_a_spec_compares_and_prints_its_tasks():
     assert spec and not cr.ClusterSpec({})
     spec = cr.ClusterSpec({"worker": {2: "c:1"}, "ps": ["a:1", "b:1"]})
     assert repr(spec) == "ClusterSpec({'ps': ['a:1', 'b:1'], 'worker': {2: 'c:1'}})"
-
-
-def test_a_malformed_spec_and_what_it_has_not_are_refused():
     for given, error, text in [
         (["a:1"], TypeError, "`cluster` is ['a:1']. Give a dict from job names"),
         ({1: ["a:1"]}, TypeError, "1 is not the name of a job"),

@@ -106,7 +106,11 @@ def test_all_stop_after_the_same_step(n, style, seed):
     assert len(set(done)) == 1 and 1 <= done[0] < 10_000
 
 
-def test_a_process_that_ends_instead_is_an_error():
+def test_a_vote_needs_an_announcement_and_all_processes():
+    vote = agreement.StopAgreement(store.Store(), "vote")
+    assert not any(vote.begin() for _ in range(100)) and not vote.is_time
+    vote.close()
+
     class Left(ThreadsBoard):
         def gather(self, *_):
             raise ClusterError("process 1 has left")
@@ -117,12 +121,6 @@ def test_a_process_that_ends_instead_is_an_error():
     with pytest.raises(ClusterError, match="process 1 has left"):
         while True:
             vote.begin()
-
-
-def test_nothing_stops_without_an_announcement():
-    vote = agreement.StopAgreement(store.Store(), "vote")
-    assert not any(vote.begin() for _ in range(100)) and not vote.is_time
-    vote.close()
 
 
 def test_a_watcher_notices_signals_and_what_a_function_says():

@@ -300,11 +300,17 @@ def test_a_manifest_carries_any_text(arguments, name):
     assert got == ["python", script, *arguments]
 
 
-def test_a_manifest_has_no_bytes_that_are_no_text():
+def test_bytes_that_are_no_text_and_wrong_addresses_are_refused():
     done = command("--print", "k8s", "train.py", os.fsdecode(b"\xff"))
     assert done.code == 2 and done.out == ""
     said = r"jaxstrategy.launch: error: '\udcff' has bytes that are not UTF-8"
     assert done.err.startswith(said)
+    addresses = [f"{OWNED}:80", "`id`:80", "a;b:80", "-a:80", "a..b:80"]
+    addresses += [f"{'a' * 64}.b:80", "a:\N{ARABIC-INDIC DIGIT THREE}", "a\n:80"]
+    for address in [*addresses, "a:1" + "0" * 400]:
+        done = command("--print", "slurm", f"--coordinator={address}", "train.py")
+        text = f"{address!r} is not an address. Give it as host:port"
+        assert done.code == 2 and text in done.err
 
 
 @given(texts)
@@ -340,15 +346,6 @@ def test_the_secret_of_a_manifest_is_one_of_kubernetes():
         [sys.executable, "-c", python[1]], capture_output=True, timeout=DEADLINE
     )
     assert re.fullmatch("[0-9a-f]{64}", done.stdout.decode().strip())
-
-
-def test_a_coordinator_that_is_no_address_is_refused():
-    addresses = [f"{OWNED}:80", "`id`:80", "a;b:80", "-a:80", "a..b:80"]
-    addresses += [f"{'a' * 64}.b:80", "a:\N{ARABIC-INDIC DIGIT THREE}", "a\n:80"]
-    for address in [*addresses, "a:1" + "0" * 400]:
-        done = command("--print", "slurm", f"--coordinator={address}", "train.py")
-        text = f"{address!r} is not an address. Give it as host:port"
-        assert done.code == 2 and text in done.err
 
 
 # As Slurm's: runs tasks beside each other, and hands SIGTERM on to them.

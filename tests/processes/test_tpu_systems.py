@@ -108,7 +108,7 @@ def test_processes_are_tasks_and_slices_lie_above_each_other(topology_of):
     assert found.task_ordinal_at_coordinates([1, 0, 2, 0]) == 2
 
 
-def test_a_local_tpu_is_this_host():
+def test_a_local_tpu_is_this_host_with_what_there_is(monkeypatch):
     resolver = TPUClusterResolver("local")
     assert resolver.cluster_spec().as_dict() == {} and resolver.master() == ""
     assert resolver.get_master() == "" and resolver.environment == ""
@@ -121,9 +121,6 @@ def test_a_local_tpu_is_this_host():
     with resolver as entered:
         assert entered is resolver
     assert copy.deepcopy(resolver) is resolver
-
-
-def test_metadata_of_what_there_is(monkeypatch):
     for name in None, "", "local":
         found = TPUClusterResolver(name).get_tpu_system_metadata()
         assert found == TPUSystemMetadata(8, 1, 8, None, jax.devices())

@@ -215,12 +215,23 @@ def test_init_needs_no_strategy_and_names_are_flaxs(two):
     np.testing.assert_array_equal(inside["params"]["Dense_0"]["kernel"], kernel)
 
 
-def test_one_step_costs_one_collective(two):
+def test_the_axis_name_is_that_of_the_step_which_costs_one_collective(two):
     layer = ours("linen")
     found = two.explain(
         lambda x: layer(SCALE, START, x), (two.per_replica(rows(2)[0]),)
     )
     assert len(found.collectives) == 1
+    names = []
+    two.run(lambda: names.append(js.flax.axis_name()))
+    with two.scope():
+        names.append(js.flax.axis_name())
+    assert names == [two.mesh.axis_names[0], None] and js.flax.axis_name() is None
+
+    @two.run
+    def step(x):
+        return jax.lax.psum(x, js.flax.axis_name())
+
+    np.testing.assert_allclose(step(two.per_replica([1.0, 2.0])), 3.0)
 
 
 def test_unsynchronized_statistics_are_averaged(four):
@@ -242,20 +253,6 @@ def test_unsynchronized_statistics_are_averaged(four):
         assert_close(have, want)
         assert all(isinstance(leaf, js.Mirrored) for leaf in have.values())
     assert js.flax.average_statistics({"mean": 1.0}) == {"mean": 1.0}
-
-
-def test_the_axis_name_is_that_of_the_step(two):
-    names = []
-    two.run(lambda: names.append(js.flax.axis_name()))
-    with two.scope():
-        names.append(js.flax.axis_name())
-    assert names == [two.mesh.axis_names[0], None] and js.flax.axis_name() is None
-
-    @two.run
-    def step(x):
-        return jax.lax.psum(x, js.flax.axis_name())
-
-    np.testing.assert_allclose(step(two.per_replica([1.0, 2.0])), 3.0)
 
 
 def test_axis_names_are_refused():

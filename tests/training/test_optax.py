@@ -90,11 +90,17 @@ def test_options_reach_the_reduction(two):
         assert len(found.collectives) == wanted
 
 
-def test_wrong_arguments_are_refused_at_once():
+def test_what_cannot_be_reduced_or_checked_is_refused(two):
     with pytest.raises(ValueError, match="'PROD' is not a valid ReduceOp"):
         js.optax.all_reduce_gradients("PROD")
     with pytest.raises(TypeError, match="a `CommunicationOptions` was wanted"):
         js.optax.all_reduce_gradients("mean", {"bytes_per_pack": 1})
+    tx = optax.MultiSteps(optax.chain(REDUCE, optax.adam(1)), 2)
+    with pytest.raises(ValueError, match="All updates of 1 steps are zero, so nothing"):
+        js.optax.check_chain(tx, PARAMS, strategy=two)
+    one = js.OneDeviceStrategy("CPU:0")
+    with pytest.raises(ValueError, match="has nothing to reduce; give a strategy with"):
+        js.optax.check_chain(tx, PARAMS, strategy=one)
 
 
 def test_all_replicas_skip_a_step_that_one_cannot_take(four):
@@ -174,12 +180,3 @@ def test_wrong_chains_are_found(two, name):
     )
     with pytest.raises(ValueError, match=message):
         js.optax.check_chain(WRONG[name], PARAMS, strategy=two)
-
-
-def test_a_check_that_finds_nothing_to_check_is_refused(two):
-    tx = optax.MultiSteps(optax.chain(REDUCE, optax.adam(1)), 2)
-    with pytest.raises(ValueError, match="All updates of 1 steps are zero, so nothing"):
-        js.optax.check_chain(tx, PARAMS, strategy=two)
-    one = js.OneDeviceStrategy("CPU:0")
-    with pytest.raises(ValueError, match="has nothing to reduce; give a strategy with"):
-        js.optax.check_chain(tx, PARAMS, strategy=one)

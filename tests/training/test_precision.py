@@ -91,12 +91,9 @@ def test_the_scale_follows_the_rule():
     assert 0.5 in have and max(have) > 8  # both limits were met
 
 
-def test_the_scale_grows_no_further_than_float32_goes():
+def test_the_scale_has_a_limit_and_is_undone_in_float32():
     largest = js.training.DynamicLossScale(2.0**127, period=1).adjust(True)
     assert largest.loss_scale == 2.0**127
-
-
-def test_scaling_is_undone_in_float32():
     loss_scale = js.training.DynamicLossScale(2.0**20)
     tiny = jnp.asarray([2.0**-24, 1.0], jnp.float16)
     scaled = loss_scale.scale(tiny)

@@ -192,7 +192,7 @@ def profile(machine, analysis=None, step=None, **options):
     return Profile(step or machine.step, analysis, clock=machine.clock, **options)
 
 
-def test_times_of_a_loop_that_waits_for_the_devices():
+def test_times_of_loops_that_wait_for_the_devices_or_the_host():
     machine = Machine()
     with profile(machine, examples=32, every=10) as train:
         for _ in range(21):
@@ -210,9 +210,6 @@ def test_times_of_a_loop_that_waits_for_the_devices():
     assert report.device == report.step < report.alone
     assert report.examples_per_second == pytest.approx(32 / report.step)
     assert report.communication is report.communication_share is None
-
-
-def test_times_of_a_loop_that_waits_for_the_host():
     machine = Machine(dispatch=3.0, device=1.0)
     with profile(machine, every=10) as train:
         for _ in range(12):
@@ -554,7 +551,7 @@ class Steps:
         return step
 
 
-def test_medians_of_three_steps_are_compared(one, four):
+def test_replicas_and_one_are_compared(one, four):
     steps = Steps({
         (1, 64): [100.0, 8.0, 9.0, 20.0],  # the first call compiles
         (1, 16): [100.0, 3.0, 3.0, 2.0],
@@ -565,9 +562,6 @@ def test_medians_of_three_steps_are_compared(one, four):
     assert (found.whole, found.part, found.all) == (9.0, 3.0, 4.0)
     # In turn, so that what else the machine does meets all of them.
     assert steps.called == [(1, 64), (1, 16), (4, 64)] * 4
-
-
-def test_what_keeps_replicas_from_being_faster():
     for whole, part, all_, lost, said in (
         (8.0, 2.0, 2.1, (0.0, 0.1), "3.81 times as fast, 95% of what 4 could be"),
         (8.0, 6.0, 6.5, (4.0, 0.5), "a quarter of 8 s would be 2 s"),
@@ -578,9 +572,6 @@ def test_what_keeps_replicas_from_being_faster():
         assert found.speedup == whole / all_ and found.efficiency == whole / all_ / 4
         assert (found.small_batch, found.communication) == pytest.approx(lost)
         assert said in " ".join(str(found).split())
-
-
-def test_comparisons_that_mean_nothing(one, four):
     for change, error, words in (
         ({"examples": 6}, ValueError, "`examples` was 6, which 4 replicas cannot"),
         ({"examples": 0}, ValueError, "`examples` was 0, which 4 replicas cannot"),
