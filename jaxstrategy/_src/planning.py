@@ -341,14 +341,18 @@ class PlannedLayout:
 
     def _traced(self) -> PlannedLayout:
         count, machine = self._num_replicas, self._step.machine
-        if count == 1 and "sharding" in self.arguments:
-            return dataclasses.replace(self, reason="there is one replica")
-        found, reason = self.explain(compiled=False), ""
-        state = nbytes_of(jax.tree.leaves(self._step.types))
+        leaves, sharding = (
+            jax.tree.leaves(self._step.types),
+            self.arguments.get("sharding"),
+        )
+        useless = "no array of the state is large enough to be divided"
+        if sharding and not any(sharding.is_divisible(leaf, count) for leaf in leaves):
+            useless = "there is one replica" if count == 1 else useless
+            return dataclasses.replace(self, reason=useless)
+        found, state, reason = self.explain(compiled=False), nbytes_of(leaves), ""
         if found.sharding is not None:
             state = found.sharding.state_bytes
-            if "sharding" in self.arguments and not found.sharding.divided:
-                reason = "no array of the state is large enough to be divided"
+            reason = useless if sharding and not found.sharding.divided else ""
         if not reason and state > (machine.memory or 0):
             reason = f"the state alone takes {with_bytes(state)}"
         # Without latencies, as XLA may join what is sent; where the devices of a
