@@ -198,10 +198,10 @@ def plan(args: Any) -> Iterator[Comparison]:
         medians = {form: statistics.median(each) for form, each in times.items()}
         best = min(medians, key=medians.__getitem__)
         for layout in known:
-            told = ", ".join(f"{k} {1e3 * v:.2f}" for k, v in layout.seconds.items())
+            text = ", ".join(f"{k} {1e3 * v:.2f}" for k, v in layout.seconds.items())
             run = f"{1e3 * medians[layout.name]:.2f} ms"
             planned = f"{1e3 * layout.step_seconds:.2f} ms"
-            print(f"{name}: {layout.name}: {run}, planned {planned} ({told})")
+            print(f"{name}: {layout.name}: {run}, planned {planned} ({text})")
         values = {"chosen": times[made.best.name], "best": times[best]}
         note = f"chosen: {made.best.name}; best: {best}"
         yield Comparison(name, "step", "ms", scaled(values, 1e3), 1.15, note=note)

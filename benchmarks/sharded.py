@@ -108,7 +108,7 @@ SMALL = {
 }
 
 
-# The forms.
+# Implementations that are compared.
 
 
 def with_sharding(
@@ -261,7 +261,7 @@ def sharded(args: Any) -> Iterator[Comparison]:
             values.items(), ("optimizer", "state")
         ):
             pairs = {"sharded": kind, "replicated": "replicated", "jit": f"jit {kind}"}
-            found = {told: of[form] for told, form in pairs.items()}
+            found = {label: of[form] for label, form in pairs.items()}
             unit, target = units.get(quantity, "MB"), target_of(quantity, kind, name)
             yield Comparison(name, f"{quantity}, {kind}", unit, found, target)
 
@@ -293,8 +293,8 @@ def check_forms(name: str, forms: Mapping[str, Form]) -> None:
         moved = ", ".join(f"{k} {v / 2**20:.2f}" for k, v in sorted(totals.items()))
         equal = "equal bit by bit" if apart == 0 else f"apart by {apart:.1e}"
         said, sent = each.explained, each.program.sent
-        told = "" if said is None else f"; explain: sends {said / 2**20:.2f} MB"
-        print(f"{name}: {form}: {moved} MB; parameters {equal}{told}")
+        text = "" if said is None else f"; explain: sends {said / 2**20:.2f} MB"
+        print(f"{name}: {form}: {moved} MB; parameters {equal}{text}")
         is_explained = said is None or abs(said - sent) <= 0.01 * sent
         if apart > 1e-3 or not is_explained:
             wrong.append(form)
@@ -326,16 +326,21 @@ def divided_layers(units: int, rows: int) -> Task:
 
 
 @benchmark(
-    dict(only=("lanes", "first-call", "cores"), small=False, rounds=16, seconds=2.0),
+    dict(
+        only=("shared-device", "first-call", "cores"),
+        small=False,
+        rounds=16,
+        seconds=2.0,
+    ),
     dict(only=("cores",), rounds=5, seconds=1.0),
 )
 def meshes(args: Any) -> Iterator[Comparison]:
     """Replicas of several devices, and several on a device, cost what they must.
 
-    - lanes: a step of 64 replicas that share one device, against one `jax.jit` of the
-      step on all their rows. Each replica has a gradient of its own, which is written
-      before all are added up: of a quarter of the rows that takes as long as the rest
-      (1.8, not 1.1);
+    - shared-device: a step of 64 replicas that share one device, against one `jax.jit`
+      of the step on all their rows. Each replica has a gradient of its own, which is
+      written before all are added up: of a quarter of the rows that takes as long as
+      the rest (1.8, not 1.1);
     - first-call: processor seconds of the first call without its step, of more and of
       fewer replicas on one device;
     - cores: a perceptron whose layers each replica divides over its devices, for R
@@ -346,7 +351,7 @@ def meshes(args: Any) -> Iterator[Comparison]:
     """
     devices = js.simulate(8)
     parts = {
-        "lanes": compare_lanes,
+        "shared-device": compare_shared_device,
         "first-call": compare_first_calls,
         "cores": compare_cores,
     }
@@ -369,17 +374,17 @@ def median_times(form: Training) -> float:
     return median_seconds(lambda: jax.block_until_ready(form.next()), 3)
 
 
-def lanes(n: int, units: int, rows: int, device: Any) -> Training:
+def on_one_device(n: int, units: int, rows: int, device: Any) -> Training:
     """Training of replicas that share a device."""
     strategy = js.MirroredStrategy([device], replicas_per_device=n)
     return with_run(perceptron(4, units, rows), strategy)
 
 
-def compare_lanes(devices: Devices, args: Any) -> Iterator[Comparison]:
+def compare_shared_device(devices: Devices, args: Any) -> Iterator[Comparison]:
     """A step of many replicas on one device, against one step on all rows."""
     n, units, rows = (8, 32, 8) if args.small else (64, 256, 32)
     merged = with_jit(perceptron(4, units, n * rows), devices[:1])
-    forms = {"lanes": lanes(n, units, rows, devices[0]), "merged": merged}
+    forms = {"replicas": on_one_device(n, units, rows, devices[0]), "merged": merged}
     case = f"perceptron, {n} replicas"
     yield compare_steps(case, "step, one device", forms, 1.5, args)
 
@@ -388,7 +393,7 @@ def compare_first_calls(devices: Devices, args: Any) -> Iterator[Comparison]:
     """Processor seconds of the first call without its step, of so many on a device."""
 
     def first_call(count: int) -> float:
-        form = lanes(count, 32 if args.small else 64, 4, devices[0])
+        form = on_one_device(count, 32 if args.small else 64, 4, devices[0])
         jax.clear_caches()
         seconds = []
         for _ in range(3):

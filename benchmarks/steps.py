@@ -308,8 +308,8 @@ def nnx_objects(args: Any) -> Iterator[Comparison]:
             times = {k: [1e6 * both[index] for both in v] for k, v in turns.items()}
             for (ours, theirs), target in PAIRS.items():
                 found = {ours: times[ours], theirs: times[theirs]}
-                told = f"{quantity}, {ours} to {theirs}"
-                yield Comparison(network, told, "us", found, target)
+                label = f"{quantity}, {ours} to {theirs}"
+                yield Comparison(network, label, "us", found, target)
 
 
 def train(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:

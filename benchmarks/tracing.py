@@ -80,7 +80,7 @@ def scaling(args: Any) -> Iterator[Comparison]:
                 target = 1.3
             yield Comparison(case, quantity, "cpu s", both, target, tolerance=0.2)
         names = {"run": "step run", "without communication": "step floor"}
-        steps = {told: values(own, name) for told, name in names.items()}
+        steps = {label: values(own, name) for label, name in names.items()}
         yield Comparison(case, "step", "ms", scaled(steps, 1e3))
         memory = scaled({"run": values(own, "memory")}, 2**-10)
         yield Comparison(case, "memory of a device", "KiB", memory)
@@ -93,8 +93,8 @@ def scaling(args: Any) -> Iterator[Comparison]:
         note = f"stopped after {args.limit} s" if None in of["run"] else ""
         for quantity in ("trace", "compile"):
             both = {form: values(each, quantity) for form, each in of.items()}
-            told = {"note": note, "tolerance": 0.2}
-            yield Comparison(case, quantity, "cpu s", both, **told)
+            options: Any = {"note": note, "tolerance": 0.2}
+            yield Comparison(case, quantity, "cpu s", both, **options)
         both = {form: values(each, "trace", "compile") for form, each in of.items()}
         yield Comparison(case, "trace + compile", "cpu s", both, 1.15, note=note)
 
