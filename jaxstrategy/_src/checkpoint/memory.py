@@ -160,10 +160,12 @@ class Snapshots:
             folder.mkdir(0o700, exist_ok=True)
             for kind, of in pieces.items():
                 with zipfile.ZipFile(folder / f"{rank}-{kind}", "x") as file:
-                    file.writestr(_RECORD, json.dumps(record.to_json()))
+                    told = json.dumps(record.to_json())
+                    # Without a date, as clocks may be wrong.
+                    file.writestr(zipfile.ZipInfo(_RECORD), told)
                     for name, spans, data in of:
                         contents = data.reshape(-1).view(np.uint8).data
-                        file.writestr(_member(name, spans), contents)
+                        file.writestr(zipfile.ZipInfo(_member(name, spans)), contents)
             return [f"{rank}-{kind}" for kind in pieces]
 
         def copy() -> None:
@@ -347,16 +349,14 @@ class Snapshots:
             arrays: dict[str, Array] = {}
 
             def work() -> None:
-                for name, reading in readings.items():
-                    shape, dtype, sharding = reading
-                    of = functools.partial(part, name, reading)
-                    arrays[name] = (
-                        of(tuple(slice(0, n) for n in shape))
-                        if sharding is None
-                        else jax.make_array_from_callback(
+                for name, (shape, dtype, sharding) in readings.items():
+                    of = functools.partial(part, name, readings[name])
+                    if sharding is None:
+                        arrays[name] = of((slice(None),) * len(shape))
+                    else:
+                        arrays[name] = jax.make_array_from_callback(
                             shape, sharding, of, dtype=dtype
                         )
-                    )
 
             with _readable(what, step):
                 agreement.together(what, work)

@@ -27,8 +27,8 @@ from jaxstrategy._src.text import with_noun
 _FIRST_SECONDS = 300.0  # until machines that are started together are there
 _LEADER_SECONDS = 30.0  # more, until one that was lost is there again
 _ANSWER_SECONDS = 1.0
-_LOOK_SECONDS = 0.2  # between questions
-_ALIVE_SECONDS = 3.0  # after its last question a launcher counts as lost
+_LOOK_SECONDS = 0.2  # between questions; more between those of many nodes
+_ALIVE_SECONDS = 5.0  # after its last question a launcher counts as lost
 
 
 @final
@@ -47,6 +47,8 @@ class Nodes:
         pairs = map(host_and_port, self._coordinators)
         self._addresses = [address_of(host, port + 1) for host, port in pairs]
         self._rank, self._most = options.node_rank or 0, options.nodes
+        self._look_seconds = _LOOK_SECONDS * (1 + self._most / 32)
+        self._alive_seconds = _ALIVE_SECONDS + 2 * self._look_seconds
         self._least = options.min_nodes or options.nodes
         # The others' processes have the grace to end, and then they come.
         self._patience = max(options.wait_for_replacement, options.grace + 2.0)
@@ -72,7 +74,7 @@ class Nodes:
     def waiting(self) -> list[int]:
         """The nodes that ask to take part."""
         now, asked = time.monotonic(), self._asked_at.copy()
-        return sorted(k for k, at in asked.items() if now - at < _ALIVE_SECONDS)
+        return sorted(k for k, at in asked.items() if now - at < self._alive_seconds)
 
     def meet(self) -> tuple[int, int, str, int]:
         """The number of nodes, which this is, where process 0 is, and the attempt."""
@@ -94,8 +96,8 @@ class Nodes:
                     "takes its place where --coordinator has an address for each "
                     "of several nodes, separated by commas."
                 )
-            time.sleep(_LOOK_SECONDS)
-        order, until = self._order, time.monotonic() + _ALIVE_SECONDS
+            time.sleep(self._look_seconds)
+        order, until = self._order, time.monotonic() + self._alive_seconds
         while self._untold and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS / 10)
         where = self._coordinators[order[0]]
