@@ -1,4 +1,4 @@
-"""Training steps in TensorFlow, to be timed.
+"""Training steps and the coordinator's cases in TensorFlow, to be timed.
 
 Needs NumPy and TensorFlow, not JAX: `_harness.Workers` runs this in a process of
 another environment, with as many logical CPU devices as there are replicas. Parameters
@@ -7,14 +7,20 @@ and the batch come from a file.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from _harness import Workers
+from _harness import Workers, command, seconds_of
 
 HEADS = 4
 EPSILON = 1e-6
@@ -198,3 +204,151 @@ TENSORFLOW_LOSSES: Mapping[str, Callable[..., Any]] = {
     "mlp": _tensorflow_mlp,
     "transformer": _tensorflow_transformer,
 }
+
+
+# TensorFlow's coordinator.
+
+LAYERS = ((64, 256), (256, 256), (256, 256), (256, 10))
+ROWS, WIDTH, BATCH, IDS = 100_000, 64, 64, 8
+
+
+class CoordinatorCases:
+    """What two workers and one parameter server do, to be timed.
+
+    Made in the scope of a strategy; a framework gives the three functions that differ.
+
+    Args:
+      coordinator: of the framework.
+      variable: makes a variable.
+      function: compiles a function.
+    """
+
+    def __init__(
+        self,
+        coordinator: Any,
+        variable: Callable[..., Any],
+        function: Callable[..., Any],
+    ) -> None:
+        self._coordinator, self._function = coordinator, function
+        random = np.random.default_rng(0)
+        self._scalar = variable(0.0)
+        self._layers = [
+            variable(0.05 * random.normal(size=shape).astype("float32"))
+            for shape in LAYERS
+        ]
+        self._table = variable(random.normal(size=(ROWS, WIDTH)).astype("float32"))
+        self._arrays = {
+            f"move {size}": variable(np.zeros(size * 250_000, "float32"))
+            for size in (1, 10, 100)
+        }
+        self._x = random.normal(size=(BATCH, 64)).astype("float32")
+        self._y = random.integers(0, 10, BATCH).astype("int32")
+        self._ids = random.integers(0, ROWS, (BATCH, IDS)).astype("int32")
+        self._functions: dict[str, Any] = {}
+
+    def seconds(self, case: str, count: int) -> float:
+        """How long so many functions take; a few were run before."""
+        if case not in self._functions:
+            self._functions[case] = self._function(self._made(case))
+            self._run(case, 4)
+        return seconds_of(lambda: self._run(case, count))
+
+    def _run(self, case: str, count: int) -> None:
+        for _ in range(count):
+            value = self._coordinator.schedule(self._functions[case])
+            if case == "fetch":
+                value.fetch()
+        self._coordinator.join()
+
+    def _made(self, case: str) -> Callable[[], Any]:
+        if case in self._arrays:
+            array = self._arrays[case]
+            return lambda: self.assigned(array.assign_add(array + 1.0))
+        if case == "assign_add":
+            return lambda: self.assigned(self._scalar.assign_add(1.0))
+        return getattr(self, {"trivial": "one", "fetch": "one"}.get(case, case))
+
+    def assigned(self, value: Any) -> Any:
+        """What a function returns that only assigns."""
+        return value
+
+
+class TensorFlowCases(CoordinatorCases):
+    """In TensorFlow."""
+
+    tf: Any = None
+
+    def one(self) -> Any:
+        return self.tf.constant(1)
+
+    def perceptron(self) -> Any:
+        tf = self.tf
+        with tf.GradientTape() as tape:
+            h = self._x
+            for layer in self._layers[:-1]:
+                h = tf.nn.relu(h @ layer)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
+                self._y, h @ self._layers[-1]
+            )
+            loss = tf.reduce_mean(losses)
+        gradients = tape.gradient(loss, self._layers)
+        for layer, gradient in zip(self._layers, gradients, strict=True):
+            layer.assign_sub(0.01 * gradient)
+        return loss
+
+    def embedding(self) -> Any:
+        tf = self.tf
+        with tf.GradientTape() as tape:
+            rows = tf.nn.embedding_lookup(self._table, self._ids)
+            loss = tf.reduce_mean(tf.reduce_sum(rows, 1) ** 2)
+        found = tape.gradient(loss, self._table)
+        self._table.scatter_sub(tf.IndexedSlices(0.1 * found.values, found.indices))
+        return loss
+
+    def lookup(self) -> Any:
+        tf = self.tf
+        rows = tf.nn.embedding_lookup(self._table, self._ids)
+        self._scalar.assign_add(1.0)
+        return tf.reduce_sum(rows)
+
+
+def free_port() -> int:
+    """Returns a port of the loopback address that nobody uses."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def tensorflow_server() -> None:
+    """Is a worker or a parameter server, for ever."""
+    tf: Any = importlib.import_module("tensorflow")
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    tf.distribute.Server(
+        resolver.cluster_spec(),
+        job_name=resolver.task_type,
+        task_index=resolver.task_id,
+        protocol="grpc",
+    ).join()
+
+
+def tensorflow_coordinator() -> Callable[[str, int], float]:
+    """Starts the servers; answers a case and a count with the seconds that it takes."""
+    addresses = [f"localhost:{free_port()}" for _ in range(3)]
+    cluster = {"worker": addresses[:2], "ps": addresses[2:]}
+    for kind, index in (("worker", 0), ("worker", 1), ("ps", 0)):
+        config = {"cluster": cluster, "task": {"type": kind, "index": index}}
+        server = subprocess.Popen(
+            command(tensorflow_server, (), "answer", sys.executable),
+            env={**os.environ, "TF_CONFIG": json.dumps(config)},
+        )
+        atexit.register(server.kill)
+    tf: Any = importlib.import_module("tensorflow")
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(cluster), rpc_layer="grpc"
+    )
+    strategy = tf.distribute.ParameterServerStrategy(resolver)
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    TensorFlowCases.tf = tf
+    with strategy.scope():
+        cases = TensorFlowCases(coordinator, tf.Variable, tf.function)
+    return cases.seconds

@@ -12,10 +12,10 @@ import dataclasses
 import functools
 import math
 import random
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import _others
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +28,6 @@ from _harness import (
     main,
     median_seconds,
     scaled,
-    seconds_of,
 )
 from _training import (
     PyTree,
@@ -48,19 +47,12 @@ ROWS = 32
 MODELS = {"4 x 64": (4, 64), "3 x 512": (3, 512)}
 
 
-def free_port() -> int:
-    """Returns a port of the loopback address that nobody uses."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 def job(make: Callable[..., Any], args: Sequence[Any], count: int, devices: int = 1):
     """Starts a job of so many processes of JAX, which answer by what `make` makes."""
     env = {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
-        "JAXSTRATEGY_COORDINATOR": f"127.0.0.1:{free_port()}",
+        "JAXSTRATEGY_COORDINATOR": f"127.0.0.1:{_others.free_port()}",
         "JAXSTRATEGY_NUM_PROCESSES": str(count),
     }
     envs = [{**env, "JAXSTRATEGY_PROCESS_ID": str(rank)} for rank in range(count)]
@@ -252,71 +244,28 @@ def predictor() -> Callable[[str, str], float]:
 
 # The coordinator.
 
-# The case, how many a turn, how many megabytes one moves, and the microseconds of one,
-# or of a megabyte, with TensorFlow on two idle cores (2026-11-23, AMD EPYC).
+# The case, how many a turn, the figure that is wanted a second, and how much one is.
 CASES = {
-    "trivial": (1000, 1, 853),
-    "fetch": (200, 1, 2324),
-    "assign_add": (600, 1, 1464),
-    "perceptron": (150, 1, 3395),
-    "embedding": (200, 1, 2408),
-    "lookup": (300, 1, 1856),
-    "move 1": (100, 2, 1529),
-    "move 10": (20, 20, 880),
-    "move 100": (4, 200, 677),
+    "trivial": (1000, 3200, 1),
+    "fetch": (200, 1000, 1),
+    "assign_add": (600, 2100, 1),
+    "perceptron": (150, 520, 1),
+    "embedding": (200, 830, 1),
+    "lookup": (300, 1150, 1),
+    "move 1": (100, 1500, 2),
+    "move 10": (20, 1200, 20),
+    "move 100": (4, 1200, 200),
 }
-LAYERS = ((64, 256), (256, 256), (256, 256), (256, 10))
-ROWS_OF_TABLE, WIDTH, BATCH, IDS = 100_000, 64, 64, 8
 
 
-class Functions:
-    """What two workers and one parameter server do, made in the strategy's scope."""
+class OurCases(_others.CoordinatorCases):
+    """On a `ParameterServerStrategy`."""
 
-    def __init__(self, coordinator: js.coordinator.ClusterCoordinator) -> None:
-        self._coordinator = coordinator
-        draw = np.random.default_rng(0)
-        self._scalar = js.Variable(0.0)
-        self._layers: list[Any] = [
-            js.Variable(0.05 * draw.normal(size=shape).astype("float32"))
-            for shape in LAYERS
-        ]
-        table = draw.normal(size=(ROWS_OF_TABLE, WIDTH))
-        self._table = js.Variable(table.astype("float32"))
-        self._arrays: dict[str, Any] = {
-            f"move {size}": js.Variable(np.zeros(size * 250_000, "float32"))
-            for size in (1, 10, 100)
-        }
-        self._x = draw.normal(size=(BATCH, 64)).astype("float32")
-        self._y = draw.integers(0, 10, BATCH).astype("int32")
-        self._ids = draw.integers(0, ROWS_OF_TABLE, (BATCH, IDS)).astype("int32")
-        self._functions: dict[str, Any] = {}
+    def assigned(self, value: Any) -> None:
+        return None
 
-    def seconds(self, case: str, count: int) -> float:
-        """How long so many functions take; a few were run before."""
-        if case not in self._functions:
-            self._functions[case] = self._coordinator.function(self._made(case))
-            self._run(case, 4)
-        return seconds_of(lambda: self._run(case, count))
-
-    def _run(self, case: str, count: int) -> None:
-        for _ in range(count):
-            value = self._coordinator.schedule(self._functions[case])
-            if case == "fetch":
-                value.fetch()
-        self._coordinator.join()
-
-    def _made(self, case: str) -> Callable[[], Any]:
-        def add(variable: Any, value: Any) -> None:
-            variable.assign_add(value)
-
-        if case in self._arrays:
-            array = self._arrays[case]
-            return lambda: add(array, array + 1.0)
-        if case == "assign_add":
-            return lambda: add(self._scalar, 1.0)
-        if case in ("trivial", "fetch"):
-            return lambda: jnp.int32(1)
-        return getattr(self, case)
+    def one(self) -> Any:
+        return jnp.int32(1)
 
     def perceptron(self) -> jax.Array:
         def loss_of() -> jax.Array:
@@ -346,12 +295,18 @@ class Functions:
         return rows.sum()
 
 
-@benchmark(dict(only=tuple(CASES), backend="processes", rounds=5, seconds=3.0))
+@benchmark(
+    dict(
+        only=tuple(CASES), backend="processes", others_python="", rounds=5, seconds=3.0
+    )
+)
 def coordinator(args: Any) -> Iterator[Comparison]:
     """Functions on workers and variables on servers cost a third of TensorFlow's.
 
-    Two workers and one parameter server are processes of this host, as TensorFlow's
-    were when it was measured. Microseconds of a function, or of a megabyte, both ways.
+    Two workers and one parameter server are processes of this host, as TensorFlow's. Of
+    each case both run as many functions; the figures are microseconds of a function, or
+    of a megabyte, both ways. Without `--others-python` they are held against figures of
+    an idle machine with two cores.
     """
     with contextlib.ExitStack() as stack:
         strategy = js.ParameterServerStrategy(
@@ -361,15 +316,24 @@ def coordinator(args: Any) -> Iterator[Comparison]:
         schedules = js.coordinator.ClusterCoordinator(strategy)
         stack.callback(schedules.close)
         with strategy.scope():
-            functions = Functions(schedules)
+            ours = OurCases(schedules, js.Variable, schedules.function)
+        of: dict[str, Callable[..., float]] = {"ours": ours.seconds}
+        if args.others_python:
+            quiet = {"TF_CPP_MIN_LOG_LEVEL": "2"}
+            start = _others.tensorflow_coordinator
+            workers = Workers(start, [()], [quiet], args.others_python)
+            stack.enter_context(workers)
+            of["TensorFlow"] = lambda *request: workers.ask(*request)[0]
         for case in args.only:
-            count, size, recorded = CASES[case]
-            measures = {"ours": functools.partial(functions.seconds, case, count)}
+            count, wanted, size = CASES[case]
+            measures = {k: functools.partial(f, case, count) for k, f in of.items()}
             turns = in_turn(measures, args.rounds, args.seconds)
+            if len(turns) == 1:
+                turns["wanted"] = [count * size / wanted] * len(turns["ours"])
             values = scaled(turns, 1e6 / count / size)
-            values["TensorFlow, recorded"] = [recorded] * len(turns["ours"])
             quantity = "a megabyte" if case.startswith("move") else "a function"
-            yield Comparison(case, quantity, "us", values, 1 / 3)
+            target = 1 / 3 if args.others_python else 1.0
+            yield Comparison(case, quantity, "us", values, target)
 
 
 BENCHMARKS = [multiprocess, predictions, coordinator]

@@ -68,6 +68,7 @@ class Script:
     seconds: int  # a limit, on two idle cores, at which it is ended
     quick: int = 0  # the same in a quick run, which leaves it out where this is 0
     others: bool = False  # whether it compares with TensorFlow
+    needs_others: bool = False  # whether it is left out without it
 
 
 # In the order in which they run: what matters most comes first.
@@ -88,7 +89,7 @@ SUITE = (
     Script("sharded", "sharded", 85),
     Script("input", "checkpoint", 22),
     Script("reductions", "compressed", 30, 15),
-    Script("processes", "coordinator", 30),
+    Script("processes", "coordinator", 55, others=True, needs_others=True),
     Script("reliability", "soak", 18),
     Script("reliability", "recovery", 16),
     Script("tracing", "warm_start", 30),
@@ -439,6 +440,12 @@ def chosen(suite: Sequence[Script], args: argparse.Namespace) -> list[Script]:
             continue
         if args.quick and not script.quick and args.only is None:
             print(f"{script.name}: left out of a quick run")
+        elif script.needs_others and not args.others_python:
+            print(
+                f"{script.name}: left out; it needs `--others-python PYTHON`, of an "
+                "environment with the extra `benchmarks-others`. Its figures stay as "
+                "they are on the page, with their date."
+            )
         else:
             found.append(script)
     return found
