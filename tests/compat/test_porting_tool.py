@@ -370,6 +370,15 @@ def test_the_generation_can_be_said():
     assert done.generation is Generation.CONTRIB
 
 
+def test_ends_of_lines_stay():
+    for end in ["\n", "\r\n"]:
+        before = end.join(
+            ["import tensorflow as tf", "x = tf.distribute.ReduceOp.SUM", ""]
+        )
+        after = end.join(["import jaxstrategy as js", "x = js.ReduceOp.SUM", ""])
+        assert ported(before).text == after
+
+
 def test_what_is_no_python_3():
     for program, said in [
         ("import tensorflow\nprint 'a'\n", "line 2 is Python 2. Rewrite the file"),
