@@ -327,7 +327,7 @@ def _operations(instruction: HloInstruction) -> float:
     """Operations of products and convolutions; of others one for each element."""
     attributes, operands = instruction.attributes, instruction.operands
     elements = sum(math.prod(array.shape) for array in instruction.results)
-    if len(operands) < 2:
+    if len(operands) < 2 or not instruction.results:  # as of a callback
         return elements
     result = instruction.results[0]
     if (found := _ATTENTION.search(attributes)) is not None:
@@ -343,7 +343,9 @@ def _operations(instruction: HloInstruction) -> float:
         sizes = 3 * query + 2 * value if found["backward"] else query + value
         return 2.0 * math.prod(others) * reached * sizes
     if (found := _CONTRACTED.search(attributes)) is not None:
-        contracted = [operands[0].shape[int(i)] for i in re.findall(r"\d+", found[1])]
+        indices, shape = map(int, re.findall(r"\d+", found[1])), operands[0].shape
+        # Of a fusion, the product that is told of may be another's.
+        contracted = [shape[i] for i in indices if i < len(shape)]
         return 2.0 * math.prod(result.shape) * math.prod(contracted)
     if (found := _KERNEL.search(attributes)) is not None:
         # Each element of the output is a sum over the kernel's elements of one feature.
