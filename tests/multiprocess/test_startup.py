@@ -5,6 +5,7 @@ import contextlib
 import socket
 import textwrap
 import threading
+import time
 
 import pytest
 from harness import (
@@ -15,6 +16,7 @@ from harness import (
     Secret,
     meet as meet_others,
     rendezvous,
+    until,
 )
 
 import jaxstrategy as js
@@ -85,6 +87,28 @@ def test_different_versions(meet):
     )
     assert "process 1 (host host1, pid 101) has jaxlib 0.10.2, process 0" in text
     assert "jaxlib 0.12.0" in text and "Python" not in text
+
+
+def test_others_wait_as_long_as_process_0_and_are_told_of_any_end():
+    """As soon as it listens, and whatever comes in the moment that all have met."""
+    secret = Secret(WORD)
+    host = rendezvous.Host("127.0.0.1:0", secret, 60)
+    with contextlib.closing(host):
+        client = Client(host.address, secret)
+        said = rendezvous.read(client.request())
+        client.close()
+        assert 50 < said["seconds"] <= 60
+        other = Client(f"127.0.0.1:{said['port']}", secret)
+        other.submit(rendezvous.written({"index": 1, "count": 2}))
+        until(lambda: host._calls)
+        (peer,) = host._calls
+        with host._changed:  # as process 0 has it while it gives the verdict
+            other.close()
+            time.sleep(0.3)
+            host.peers = {1: peer}
+        ended = []
+        host.begin(lambda request: None, ended.append)
+        until(lambda: ended == [peer])
 
 
 def test_processes_that_do_not_come_are_named(meet):

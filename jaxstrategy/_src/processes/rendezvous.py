@@ -153,7 +153,7 @@ def meet(
     hello = {"index": index, "count": count, **(facts() if told is None else told)}
     if index == 0:
         try:
-            host = host or Host(coordinator, secret)
+            host = host or Host(coordinator, secret, timeout_seconds)
         except OSError as error:
             return _second_host(error, hello, coordinator, secret)
         return host.meet(hello, coordinator, timeout_seconds)
@@ -163,13 +163,16 @@ def meet(
 class Host:
     """The rendezvous as process 0 leads it; raises `OSError` if it cannot listen."""
 
-    def __init__(self, coordinator: str, secret: Secret) -> None:
+    def __init__(
+        self, coordinator: str, secret: Secret, timeout_seconds: float = 0.0
+    ) -> None:
         name, _, port = coordinator.rpartition(":")
         self._changed = threading.Condition()
         self._calls: dict[bytes, tuple[Request, Message]] = {}  # by connection
         self._gone: list[Message] = []
         self._refused = 0
-        self._end: float | None = None
+        # Others may ask for it before `meet` is called.
+        self._end = time.monotonic() + timeout_seconds
         self._early: list[Request] = []
         self._ended: list[bytes] = []
         self.peers: dict[int, bytes] = {}  # the connection to each, by their ids
@@ -247,18 +250,18 @@ class Host:
 
     def _asked(self, request: Request) -> None:
         """Name the port, and the seconds for which process 0 still waits."""
-        left = 0.0 if self._end is None else max(0.0, self._end - time.monotonic())
         port = endpoint(self.server.address)[1]
+        left = max(0.0, self._end - time.monotonic())
         request.reply(written({"port": port, "seconds": left}))
 
     def _received(self, request: Request) -> None:
-        if self.peers:
-            self._early.append(request)
-            return
-        hello = read(request.frames)
-        if not _is_hello(hello):
-            raise ValueError("this is no hello")
         with self._changed:
+            if self.peers:
+                self._early.append(request)
+                return
+            hello = read(request.frames)
+            if not _is_hello(hello):
+                raise ValueError("this is no hello")
             if request.peer in self._calls:
                 raise ValueError("it says hello twice")
             self._calls[request.peer] = request, hello
@@ -278,11 +281,10 @@ class Host:
         return [hello for _, hello in self._calls.values()]
 
     def _left(self, peer: bytes) -> None:
-        if self.peers:
-            self._ended.append(peer)
-            return
         with self._changed:
-            if (call := self._calls.pop(peer, None)) is not None:
+            if self.peers:
+                self._ended.append(peer)
+            elif (call := self._calls.pop(peer, None)) is not None:
                 self._gone.append(call[1])
             self._changed.notify_all()
 
