@@ -237,6 +237,23 @@ def test_collectives_of_every_dtype(layout):
 
 
 @each_of("layout", ALL)
+def test_extremes_of_every_dtype(layout):
+    strategy = made(layout)
+    trees = {d: strategy.per_replica(of(d)) for d in REAL}
+    trees["bool"] = strategy.per_replica(X > 0)
+
+    @strategy.run
+    def step(tree):
+        largest = jax.tree.map(lambda x: lax.pmax(x, "replica"), tree)
+        return largest, jax.tree.map(lambda x: lax.pmin(x, "replica"), tree)
+
+    for results, take in zip(step(trees), (np.max, np.min), strict=True):
+        for dtype, result in results.items():
+            rows = X > 0 if dtype == "bool" else X
+            same(result, take(rows, axis=0), dtype)
+
+
+@each_of("layout", ALL)
 def test_reductions_and_gathers_outside_of_steps(layout):
     strategy = made(layout)
     trees = {d: strategy.per_replica(of(d)) for d in DTYPES}

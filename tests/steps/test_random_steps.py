@@ -93,6 +93,9 @@ class Ours:
     def called(self, function, x):
         return jax.jit(function)(x)
 
+    def mapped(self, function, x):
+        return jax.vmap(function)(jnp.stack([x, -x])).sum(0)
+
     def assign(self, name, method, x):
         return getattr(self.variables[name], method)(x)
 
@@ -150,6 +153,9 @@ class Plain:
     def called(self, function, x):
         return function(x)
 
+    def mapped(self, function, x):
+        return function(x) + function(-x)
+
     def assign(self, name, method, x):
         given = {"sum": x.sum(0), "mean": x.mean(0), "first": x[0]}[name]
         old = self.variables[name]
@@ -192,6 +198,7 @@ SIMPLE = {
 HOLDERS = {
     "scan": lambda on, f, a, b: on.repeated(lambda c: on.sin(f(on, c, b)), a),
     "cond": lambda on, f, a, b: on.chosen(a, lambda: f(on, a, b) + a, lambda: a + b),
+    "vmap": lambda on, f, a, b: on.mapped(lambda a: f(on, a, b), a),
     "jit": lambda on, f, a, b: on.called(lambda a: f(on, a, b) * a, a),
 }
 
@@ -201,7 +208,9 @@ def program(seed):
     draw = np.random.default_rng(seed)
     lines = [(None, name) for name in SIMPLE]
     for holder in HOLDERS:
-        lines += [(holder, name) for name in ("id", "count", "merge_call")]
+        # What `jax.vmap` maps cannot be assigned.
+        names = "sum gather" if holder == "vmap" else "count merge_call"
+        lines += [(holder, name) for name in ["id", *names.split()]]
     draw.shuffle(lines)
     return [(*line, *draw.integers(0, 99, 2)) for line in lines]
 

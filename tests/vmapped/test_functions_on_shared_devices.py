@@ -49,6 +49,7 @@ def test_collectives_of_jax(devices):
     def of(x, **groups):
         return {
             "psum": lax.psum(x, AXIS, **groups),
+            "count": lax.psum(x > 0, AXIS, **groups),
             "pmax": lax.pmax(x, AXIS, **groups),
             "pmin": lax.pmin(x, AXIS, **groups),
             "gather": lax.all_gather(x, AXIS, axis=1, **groups),
