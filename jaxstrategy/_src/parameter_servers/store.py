@@ -128,9 +128,9 @@ class PushedFunctions:
             self._changed.wait_for(lambda: call.function not in self._pushing)
             if call.finished > self._finished:
                 self._finished = call.finished
-                gone = (call.finished - self._first) >> 3
-                del self._pushed[:gone]
-                self._first += gone << 3
+                if gone := (call.finished - self._first) >> 3:
+                    del self._pushed[:gone]
+                    self._first += gone << 3
             if call.function < self._finished or self._is_fenced(call):
                 return False
             place, bit = divmod(call.function - self._first, 8)
@@ -145,7 +145,8 @@ class PushedFunctions:
             del self._pushing[call.function]
             if has_pushed and call.function >= self._first:
                 place, bit = divmod(call.function - self._first, 8)
-                self._pushed.extend(bytes(max(0, place + 1 - len(self._pushed))))
+                if (missing := place + 1 - len(self._pushed)) > 0:
+                    self._pushed.extend(bytes(missing))
                 self._pushed[place] |= 1 << bit
             self._changed.notify_all()
 
