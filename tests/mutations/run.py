@@ -147,7 +147,7 @@ def choose(seed: int, count: int, leave_out: list[str]) -> list[Place]:
     chance = random.Random(seed)
     by_folder: dict[str, list[Place]] = collections.defaultdict(list)
     for path in sorted(PACKAGE.rglob("*.py")):
-        folder = path.relative_to(PACKAGE).parts[0]
+        folder = path.relative_to(PACKAGE).parts[-2:][0]
         if folder not in leave_out:
             by_folder[folder].extend(_places_of(path))
     folders = {name: places for name, places in by_folder.items() if len(places) >= 10}
