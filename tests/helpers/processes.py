@@ -64,9 +64,9 @@ def with_variable(text):
 class Program:
     """A program at work, whose output goes into a file."""
 
-    def __init__(self, path, command, env=None, folder=None):
+    def __init__(self, path, command, env=None, folder=None, mode="wb"):
         self.path = pathlib.Path(path)
-        with open(path, "ab") as out:
+        with open(path, mode) as out:
             self.process = subprocess.Popen(
                 command,
                 cwd=folder,

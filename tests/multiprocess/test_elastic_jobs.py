@@ -129,7 +129,7 @@ def nodes(folder, count, options, program, *arguments):
         command = [sys.executable, "-m", "jaxstrategy.launch", *options.split()]
         command += ["--node-rank", str(rank), "--devices-per-process", "1"]
         command += [program.__file__, *map(str, arguments)]
-        started.append(Program(folder / f"node{rank}.txt", command, env))
+        started.append(Program(folder / f"node{rank}.txt", command, env, mode="ab"))
         return started[-1].process
 
     try:
