@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Self, final
@@ -195,13 +196,20 @@ def _shown(batches: Iterator[PyTree], total: int) -> Iterator[PyTree]:
         from tqdm import tqdm
     except ImportError:
         return batches
+
+    class Bar(tqdm):
+        monitor_interval = 0  # no thread that outlives the loop
+
+    # Its own lock is of `multiprocessing`, and would decide how processes start.
+    Bar.set_lock(threading.RLock())
     is_seen = sys.stderr.isatty() or "ipykernel" in sys.modules
     return iter(
-        tqdm(
+        Bar(
             batches,
             total=total,
             unit="step",
             disable=jax.process_index() > 0,
+            delay=1.0,  # seconds: nothing for short loops
             mininterval=0.1 if is_seen else 60.0,  # in a log each is a line
         )
     )
