@@ -4,6 +4,7 @@ import contextlib
 import functools
 import random
 import signal
+import sys
 import threading
 import time
 
@@ -192,6 +193,17 @@ def test_what_makes_no_sense_is_refused(tmp_path, two):
     for name in ("steps", "every", "in_sync_every"):
         with pytest.raises(TypeError, match=f"`{name}` was 1.5; a whole number was"):
             js.training.training_loop(dataset, 0, **{"steps": 1, name: 1.5})
+
+
+def test_a_training_loop_shows_its_steps_and_leaves_no_thread(two, capsys, monkeypatch):
+    before = threading.enumerate()
+    dataset = two.experimental_distribute_dataset([np.ones(2)] * 3)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with js.training.training_loop(dataset, 0, steps=3) as loop:
+        for _ in loop:
+            time.sleep(0.6)  # tqdm shows nothing in the first second
+    assert "3/3" in capsys.readouterr().err
+    assert threading.enumerate() == before
 
 
 class Notice:
