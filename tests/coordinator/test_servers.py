@@ -159,13 +159,21 @@ def test_wrong_pushes_and_reads_change_nothing(server):
     scalar = Stored(server, np.zeros((), np.int32))
     table = Stored(server, np.zeros((3, 2), np.float32), is_table=True)
     empty = Stored(server, np.zeros((0, 2), np.float32))
-    own = [scalar, table, empty]
+    long = Stored(server, np.zeros((300, 2), np.float32), is_table=True)
+    own = [scalar, table, empty, long]
     named = rf"variable {table.number}, float32\[3,2\]"
     row = np.array([0])
     wrong = [
         (table, ("scatter_add", row + 3, ROW), IndexError, rf"Row 3 is .*{named}"),
         (table, ("scatter_sub", row - 1, ROW), IndexError, r"Row -1 is not in \[0, 3"),
         (empty, ("scatter_add", row, ROW), IndexError, r"Row 0 is not in \[0, 0\)"),
+        # -1 is 255 without its sign, which is a row of this one.
+        (
+            long,
+            ("scatter_add", np.int8([3, -1]), np.zeros((2, 2), np.float32)),
+            IndexError,
+            r"Row -1 is not in \[0, 300",
+        ),
         (
             table,
             ("scatter_add", np.array([0, 1]), ROW),
@@ -196,6 +204,7 @@ def test_wrong_pushes_and_reads_change_nothing(server):
     for read, error, text in [
         (Read(table.number, np.array([0, 3])), IndexError, rf"Row 3 is .*{named}"),
         (Read(table.number, row - 1), IndexError, r"Row -1 is not in \[0, 3\)"),
+        (Read(long.number, np.int8([-1])), IndexError, r"Row -1 is not in \[0, 300\)"),
         (Read(scalar.number, row), TypeError, "a vector of whole numbers"),
         (Read(table.number, row * 1.0), TypeError, r"named by float64\[1\]"),
         (Read(9), LookupError, "no variable 9 on this server"),
@@ -205,7 +214,7 @@ def test_wrong_pushes_and_reads_change_nothing(server):
     with pytest.raises(LookupError, match="no variable 5 on this server"):
         server.versions([table.number, 5])
     assert not any(each.read().any() for each in own)
-    assert [each.version for each in own] == [0, 0, 0]
+    assert [each.version for each in own] == [0, 0, 0, 0]
 
 
 def test_what_a_server_cannot_do_is_told(here, monkeypatch):

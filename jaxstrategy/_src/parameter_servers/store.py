@@ -302,8 +302,9 @@ def _check_rows(variable: StoredVariable, rows: np.ndarray) -> None:
             f"Variable {variable}, has {shape[0]} rows. Only 2**31 - 1 can be changed "
             "each by itself: divide it into several variables."
         )
-    # What is below 0 is large without its sign.
-    if rows.size and rows.view(rows.dtype.str.replace("i", "u")).max() >= shape[0]:
+    # What is below 0 is large without its sign, if the type has as many numbers.
+    wide = rows if rows.itemsize >= 4 else rows.astype(np.int32)
+    if rows.size and wide.view(wide.dtype.str.replace("i", "u")).max() >= shape[0]:
         bad = rows[(rows < 0) | (rows >= shape[0])][0]
         raise IndexError(
             f"Row {bad} is not in [0, {shape[0]}), the rows of variable {variable}."
