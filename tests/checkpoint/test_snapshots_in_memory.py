@@ -164,6 +164,19 @@ def test_of_a_damaged_snapshot_or_checkpoint_the_other_is_restored(memory, tmp_p
     assert state["step"] == 25
 
 
+@pytest.mark.parametrize("at", [8, 10, 20, 28, 46])
+def test_a_wrong_bit_in_the_index_of_a_snapshot_is_no_more_than_damage(
+    memory, tmp_path, at
+):
+    trained(tmp_path / "one", 39)
+    (file,) = memory.glob("*/35-*/0-all")
+    data = bytearray(file.read_bytes())
+    data[data.index(b"PK\1\2") + at] ^= 1  # at 8: whether it is encrypted
+    file.write_bytes(data)
+    with pytest.warns(DamagedCheckpointWarning, match="another checksum"):
+        assert resumed(tmp_path / "one")[0] == 20
+
+
 def test_without_memory_there_are_checkpoints_and_a_warning(
     memory, tmp_path, monkeypatch
 ):

@@ -16,6 +16,9 @@ from helpers.launching import ALONE, DEADLINE, Launched, command
 from helpers.processes import is_alive
 from helpers.sockets import free_addresses
 
+from jaxstrategy._src.processes.messages import Client
+from jaxstrategy._src.processes.secret import Secret
+
 # Every worker has these names.
 PRELUDE = """
 import os, signal, subprocess, sys, time
@@ -459,6 +462,27 @@ def machine(start):
         return start(options, script, program=WHOLE, env=env)
 
     return started
+
+
+def test_a_machine_that_does_not_hear_that_it_takes_part_is_told_again(machine):
+    (address,) = free_addresses(1)
+    host, port = address.split(":")
+    options = f"--nodes 1:2 --coordinator {address} --max-restarts 1"
+    first = machine(options, MEMBER, 0)
+    secret, orders = Secret("0123456789abcdef"), []
+    asked = json.dumps([1, "name", -1, 0]).encode()
+    end = time.monotonic() + DEADLINE
+    while len(orders) < 2 and time.monotonic() < end:
+        with contextlib.suppress(OSError):
+            with contextlib.closing(Client(f"{host}:{int(port) + 1}", secret)) as node:
+                (said,) = node.request(asked, timeout_seconds=5)
+                number, order = json.loads(bytes(said))
+                orders += [] if order is None else [(number, order)]
+        time.sleep(0.1)
+    assert orders == [(0, [0, 1])] * 2
+    first.pids("pid00")
+    (first.folder / "over").touch()
+    first.finish(0)
 
 
 def test_a_machine_that_is_lost_is_done_without_until_it_comes_back(machine):

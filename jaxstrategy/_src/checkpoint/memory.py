@@ -304,7 +304,7 @@ class Snapshots:
                 with zipfile.ZipFile(folder / file) as opened:
                     members[file] = opened.namelist()
                     members[file].remove(_RECORD)
-                    record = record or json.loads(opened.read(_RECORD))
+                    record = record or json.loads(_contents(opened, _RECORD))
             return [record, members]
 
         with _readable(what, step):
@@ -339,7 +339,7 @@ class Snapshots:
                         folder.mkdir(0o700, exist_ok=True)
                         self._fetch(f"{name}/{file}", files[file][0])
                     archives[file] = zipfile.ZipFile(folder / file)
-                data = archives[file].read(_member(name_of, spans))
+                data = _contents(archives[file], _member(name_of, spans))
                 shape = [e - b for b, e in spans]
                 piece = np.frombuffer(data, np.uint8).view(reading.dtype).reshape(shape)
                 whole[_within(common, wanted)] = piece[_within(common, spans)]
@@ -390,6 +390,13 @@ class Snapshots:
 def _member(name: str, spans: Spans) -> str:
     """The name of a piece in an archive."""
     return json.dumps([name, spans])
+
+
+def _contents(archive: zipfile.ZipFile, name: str) -> bytes:
+    try:
+        return archive.read(name)
+    except RuntimeError as error:  # where a wrong bit says that it is encrypted
+        raise zipfile.BadZipFile(str(error)) from error
 
 
 _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError)

@@ -58,7 +58,8 @@ class Nodes:
         self._lock = threading.Lock()
         self._names: dict[int, list[str]] = {}  # of each node, the one that counts last
         self._asked_at: dict[int, float] = {}  # when each last asked to take part
-        self._untold: set[str] = set()  # who takes part, and has not heard of it
+        self._members: set[str] = set()  # who was asked to take part
+        self._untold: set[str] = set()  # and has not asked again yet
         self._server: Server | None = None
         if self._rank < len(self._addresses):
             address = self._addresses[self._rank]
@@ -79,6 +80,7 @@ class Nodes:
     def meet(self) -> tuple[int, int, str, int]:
         """The number of nodes, which this is, where process 0 is, and the attempt."""
         last, leader, since = self._number, None, time.monotonic()
+        self._members = set()
         patience = _FIRST_SECONDS if last < 0 else self._patience
         while self._number == last:
             if self._is_stopped():
@@ -110,7 +112,7 @@ class Nodes:
 
     def _ask(self, leader: int | None) -> int | None:
         """Ask all to take part in what the leader begins; the leader, as they say."""
-        told = json.dumps([self._rank, self._name, leader]).encode()
+        told = json.dumps([self._rank, self._name, self._number, leader]).encode()
         numbers = {} if self._server is None else {self._rank: self._number}
         begun = self._number, self._order
         refused: list[str] = []
@@ -150,7 +152,7 @@ class Nodes:
 
     def _asked(self, request: Request) -> None:
         """Tell the number of the last attempt, and who takes part its nodes."""
-        rank, name, leader = json.loads(bytes(request.frames[0]))
+        rank, name, number, leader = json.loads(bytes(request.frames[0]))
         with self._lock:
             names = self._names.setdefault(rank, [])
             if name not in names:
@@ -158,7 +160,9 @@ class Nodes:
             if name != names[-1]:
                 request.fail(f"another launcher came with --node-rank {rank}")
                 return
-            order = self._order if name in self._untold else None
+            # Told again if it did not hear the answer.
+            is_new = name in self._members and number < self._number
+            order = self._order if is_new else None
             self._untold.discard(name)
             self._asked_at.pop(rank, None)
             if order is None and leader == self._rank:
@@ -190,5 +194,6 @@ class Nodes:
                     f"or half with node {min(last)}."
                 )
             self._number, self._order = self._number + 1, order
-            self._untold = {self._names[rank][-1] for rank in order[1:]}
+            self._members = {self._names[rank][-1] for rank in order[1:]}
+            self._untold = self._members.copy()
             self._asked_at.clear()
