@@ -84,6 +84,7 @@ import sys
 for name in ("flax", "keras", "optax", "orbax", "orbax.checkpoint"):
     sys.modules[name] = None
 import jaxstrategy as js
+assert js.flax.axis_name() is None
 for use in (
     lambda: js.flax.linen.BatchNorm,
     lambda: js.flax.nnx.BatchNorm,
