@@ -306,14 +306,6 @@ def reduction(options: CommunicationOptions) -> Callable[..., PyTree]:
     return step
 
 
-def compression_state(
-    strategy: js.Strategy, like: PyTree, options: CommunicationOptions
-) -> PyTree:
-    if options.compression is None:
-        return ()
-    return strategy.compression_state(like, options)
-
-
 def sent(
     strategy: js.Strategy, shapes: Sequence[Shape], options: CommunicationOptions
 ) -> tuple[float, float]:
@@ -321,8 +313,10 @@ def sent(
     like = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
     types = [jax.ShapeDtypeStruct((REPLICAS, *shape), np.float32) for shape in shapes]
     grads = [js.PerReplica(each) for each in types]
-    args = grads, compression_state(strategy, like, options)
-    found = strategy.explain(reduction(options), args, compiled=False).collectives
+    is_exact = options.compression is None
+    state = () if is_exact else strategy.compression_state(like, options)
+    made = strategy.explain(reduction(options), (grads, state), compiled=False)
+    found = made.collectives
     total = between = 0.0
     for each in found:
         ring = js.profiling.Topology(1.0, 0.0, each.group or REPLICAS)

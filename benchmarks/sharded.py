@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _harness import Comparison, benchmark, in_turn, main, median_seconds, scaled
+from _harness import Comparison, benchmark, in_turn, main, scaled
 from _training import (
     AXIS,
     Devices,
@@ -167,6 +167,16 @@ def with_partitioner(task: FlaxTask, mesh: Mesh, kind: str, min_bytes: int) -> T
     return named_training(step, jitted, state, batch)
 
 
+def first_call_seconds(form: Training, calls: int) -> float:
+    """Processor seconds of the first of some calls, without its step."""
+    seconds = []
+    for _ in range(calls):
+        start = time.process_time()
+        form.times()
+        seconds.append(time.process_time() - start)
+    return seconds[0] - seconds[-1]
+
+
 class Form:
     """The first steps of trainings that are made anew."""
 
@@ -180,13 +190,8 @@ class Form:
         self.training = None  # or two states were there
         made = self._make()
         training, self.explained = made if isinstance(made, tuple) else (made, None)
-        seconds = []
-        for _ in range(2):
-            start = time.process_time()
-            training.times()
-            seconds.append(time.process_time() - start)
         self.training = training
-        return {"start": seconds[0] - seconds[1]}
+        return {"start": first_call_seconds(training, 2)}
 
     def look(self) -> None:
         """Keeps what the training shows after its first steps."""
@@ -365,13 +370,9 @@ def compare_steps(
     """Milliseconds of a step of forms whose losses are alike."""
     losses = {name: form.losses(4) for name, form in forms.items()}
     check_losses(case, losses, 1e-4)
-    bursts = {k: functools.partial(median_times, v) for k, v in forms.items()}
+    bursts = {k: lambda v=v: v.median_times(3)[1] for k, v in forms.items()}
     times = in_turn(bursts, args.rounds, args.seconds)
     return Comparison(case, quantity, "ms", scaled(times, 1e3), target)
-
-
-def median_times(form: Training) -> float:
-    return median_seconds(lambda: jax.block_until_ready(form.next()), 3)
 
 
 def on_one_device(n: int, units: int, rows: int, device: Any) -> Training:
@@ -395,12 +396,7 @@ def compare_first_calls(devices: Devices, args: Any) -> Iterator[Comparison]:
     def first_call(count: int) -> float:
         form = on_one_device(count, 32 if args.small else 64, 4, devices[0])
         jax.clear_caches()
-        seconds = []
-        for _ in range(3):
-            start = time.process_time()
-            jax.block_until_ready(form.next())
-            seconds.append(time.process_time() - start)
-        return seconds[0] - seconds[-1]
+        return first_call_seconds(form, 3)
 
     shared = (8,) if args.small else (8, 64, 512)
     first_call(1)  # whatever JAX does only once
@@ -420,13 +416,8 @@ def compare_cores(devices: Devices, args: Any) -> Iterator[Comparison]:
 
     def placed(task: Task, mesh: Mesh) -> PyTree:
         """The state, divided over the devices of a replica."""
-        return [
-            {
-                k: jax.device_put(v, NamedSharding(mesh, specs[k]))
-                for k, v in each.items()
-            }
-            for each in task.state()
-        ]
+        where = {k: NamedSharding(mesh, spec) for k, spec in specs.items()}
+        return [jax.device_put(each, where) for each in task.state()]
 
     for split in ((8, 1), (4, 2)) if args.small else ((8, 1), (4, 2), (2, 4), (1, 8)):
         case = f"{split[0]} x {split[1]}"

@@ -169,18 +169,16 @@ def forms_of_several(task: Task, devices: Devices, k: int) -> dict[str, Training
     def scanned(params: PyTree, batches: Any) -> tuple[PyTree, jax.Array]:
         return jax.lax.scan(task.step_with(pmean), params, jnp.stack(batches))
 
-    def mirrored() -> PyTree:
-        return strategy.mirror(task.state())
-
+    mirrored = strategy.mirror(task.state())
     state, (rows,) = mirrored_and_split(task, strategy.mesh)
     return {
-        "several": Training(strategy.several(step), mirrored(), [(batch,) * k]),
+        "several": Training(strategy.several(step), mirrored, [(batch,) * k]),
         "shard_map": Training(
             jax.jit(mapped(scanned, strategy.mesh, (P(), P(AXIS)))),
             state,
             [(rows,) * k],
         ),
-        "run": Training(in_python, mirrored(), [(batch,) * k]),
+        "run": Training(in_python, mirrored, [(batch,) * k]),
     }
 
 
@@ -230,17 +228,11 @@ def in_sync(args: Any) -> Iterator[Comparison]:
 # Objects of Flax NNX.
 
 
-class Dense(nnx.Module):
+def dense() -> nnx.Sequential:
     """A small network: its steps cost the host more than the device."""
-
-    def __init__(self) -> None:
-        rngs = nnx.Rngs(0)
-        self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(12)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for layer in self.layers:
-            x = jnp.tanh(layer(x))
-        return x
+    rngs = nnx.Rngs(0)
+    layers = [nnx.Linear(16, 16, rngs=rngs) for _ in range(12)]
+    return nnx.Sequential(*(f for layer in layers for f in (layer, jnp.tanh)))
 
 
 class Block(nnx.Module):
@@ -257,24 +249,16 @@ class Block(nnx.Module):
         return x + self.narrow(nnx.gelu(self.wide(self.norms[1](x))))
 
 
-class Transformer(nnx.Module):
-    """Some blocks."""
-
-    def __init__(self, depth: int, width: int) -> None:
-        rngs = nnx.Rngs(0)
-        self.blocks = nnx.List([Block(width, rngs) for _ in range(depth)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def transformer(depth: int, width: int) -> nnx.Sequential:
+    rngs = nnx.Rngs(0)
+    return nnx.Sequential(*(Block(width, rngs) for _ in range(depth)))
 
 
 # How each network is made, and the shape of its batch.
 NETWORKS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
-    "12 dense layers": (Dense, (8, 16)),
-    "2-block transformer": (lambda: Transformer(2, 64), (8, 32, 64)),
-    "12-block transformer": (lambda: Transformer(12, 128), (8, 64, 128)),
+    "12 dense layers": (dense, (8, 16)),
+    "2-block transformer": (lambda: transformer(2, 64), (8, 32, 64)),
+    "12-block transformer": (lambda: transformer(12, 128), (8, 64, 128)),
 }
 # The first of a pair is held against the second.
 PAIRS = {("run", "nnx.jit"): 1.2, ("bind", "functional"): 1.1}
