@@ -398,10 +398,11 @@ def test_no_device_ever_has_more_than_its_parts_and_one_array(monkeypatch):
     assert len(taken) == 5 and max(taken[1:]) < 6 * leaf
 
 
-def test_layers_of_one_kind_are_one_program(compilations):
+@each_of("wrapped", [lambda build: build, jax.jit])
+def test_layers_of_one_kind_are_one_program(compilations, wrapped):
     key = sharded(8).mirror(jax.random.key(0))
     compilations()
-    sharded(8).init(lambda key: layers(key, 16, 8), key)
+    sharded(8).init(wrapped(lambda key: layers(key, 16, 8)), key)
     # All that is exact in parts; a layer; its division.
     assert compilations() <= 3
 

@@ -53,6 +53,7 @@ from jaxstrategy._src.tracing.jaxprs import (
     read_by,
     variables,
 )
+from jaxstrategy._src.tracing.partition.partition import inline_calls
 from jaxstrategy._src.tracing.traced_step import name_of
 from jaxstrategy._src.tracing.translation import needs_mesh, unknown_axis, without_axes
 from jaxstrategy._src.values import arrays as _arrays, building, per_replica
@@ -188,12 +189,16 @@ def build_sharded(
     typed = inner.typed(state)
     shardings = [sharding for _, _, sharding in shardings_of(typed, replicas)]
     shardings += [replicas.sharding(STACKED)] * len(versions)
-    consts: list[jax.Array] = list(traced.consts)
+    # A jitted function that builds the whole state is no single value to compute.
+    jaxpr = plain(traced)
+    jaxpr = jaxpr_of([*jaxpr.invars, *jaxpr.constvars], jaxpr.eqns, jaxpr.outvars)
+    inlined = inline_calls(jaxpr, lambda eqn: len(eqn.outvars) == 1)
+    consts: list[jax.Array] = [*traced.consts, *inlined.constants]
     is_same = _is_same_in_all_processes(name, traced)
     if is_same:
         consts = [mesh.place(x, _input_sharding(x, replicas)) for x in consts]
     whole = replicas.sharding(REPLICATED) if is_same else None
-    programs = _Programs(plain(traced), [*consts, *inputs], shardings, whole)
+    programs = _Programs(inlined.jaxpr, [*inputs, *consts], shardings, whole)
     arrays = programs.results() if is_same else programs.of_first_process()
     return jax.tree.unflatten(jax.tree.structure(returned), arrays)
 
@@ -234,8 +239,7 @@ class _Programs:
         self._jaxpr = jaxpr
         self._shardings = shardings
         self._whole = whole
-        invars = [*jaxpr.constvars, *jaxpr.invars]
-        self._known: Known = dict(zip(invars, inputs, strict=True))
+        self._known: Known = dict(zip(jaxpr.invars, inputs, strict=True))
         self._programs: dict[Hashable, Callable[..., list[jax.Array]]] = {}
 
     def results(self) -> list[jax.Array]:
