@@ -1,5 +1,6 @@
 """What functions capture, defined anew or not, is never stale and compiled once."""
 
+import contextlib
 import functools
 import gc
 import queue
@@ -132,6 +133,18 @@ def test_arrays_whose_values_python_needs_are_constants(two, traces):
 
         out = two.run(step, (1.0,))
         np.testing.assert_array_equal(out, np.full(n, 1 if n == 2 else -1))
+
+
+def test_threads_that_call_it_first_at_once_find_these_constants_too(two):
+    count, traced, results = jnp.asarray(2), threading.Barrier(2), []
+
+    def step(x):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            traced.wait(2)  # both have begun without constants
+        return x * int(count)
+
+    in_threads(*[lambda: results.append(float(two.run(step, (3.0,))))] * 2)
+    assert results == [6, 6]
 
 
 def test_what_python_does_not_say_is_looked_at_anew_and_told_of(two):

@@ -159,6 +159,9 @@ class FunctionCache:
             self._table.pop(key, None)
 
 
+_NOTHING_FOUND: tuple[ProgramCache | None, dict[str, Leaf]] = (None, {})
+
+
 @final
 class CachedFunction:
     """The programs of one function object with one choice of options.
@@ -179,21 +182,21 @@ class CachedFunction:
         self._key: FunctionKey | None = None
         # Whether another function can use its programs.
         self.is_shared = True
-        self._programs: ProgramCache | None = None
+        # Its programs, and the captured values that they take as arguments, by label:
+        # one tuple, as another thread may look them up meanwhile.
+        self._found = _NOTHING_FOUND
         # What it referred to at the last lookup, during a call; and the tokens of that.
         self._references: References | None = None
         self._tokens: tuple[Hashable, ...] = ()
-        # Captured values that its programs take as arguments, by label; and bindings
-        # that lead to them, with their values.
-        self._captured: dict[str, Leaf] = {}
+        # Bindings that lead to captured values, with what they had.
         self._captured_bindings: list[tuple[Binding, object]] = []
         # Of a method's object, or a callable one, the attributes that its code names.
         self._names: list[str] | None = None
 
     def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
         """The results of the function on all replicas."""
-        programs = self._programs
-        if programs is None or self._captured or programs.owner not in (None, self):
+        programs, captured = self._found
+        if programs is None or captured or programs.owner not in (None, self):
             return self._call_checked((args, kwargs))
         # Outside of the block, because a step may raise the same.
         is_same = True
@@ -224,8 +227,9 @@ class CachedFunction:
         """The function with these first arguments, which are flattened only once."""
         fn = self._get_fn()
         assert fn is not None, "the caller holds the function"
-        programs, self._references = self._lookup(fn), None
-        return programs.bound(fn, objects, self._captured)
+        programs, captured = self._lookup(fn)
+        self._references = None
+        return programs.bound(fn, objects, captured)
 
     def _take_snapshot(self, fn: Function) -> None:
         """Remembers the values of free variables, and of attributes."""
@@ -259,29 +263,29 @@ class CachedFunction:
         call: Callable[..., PyTree] = ProgramCache.call_with,
     ) -> PyTree:
         """A call of a function that may capture something else than before."""
-        fn, programs = self._get_fn(), self._programs
+        fn, (programs, captured) = self._get_fn(), self._found
         assert fn is not None, "the caller holds the function"
         is_usable = programs is not None and programs.owner in (None, self)
         if programs is None or not is_usable or not self._captures_the_same(fn):
-            programs = self._lookup(fn)
+            programs, captured = self._lookup(fn)
         programs.get_caller = self._get_fn
         traces = programs.traces
         try:
-            return call(programs, self._captured, arguments)
+            return call(programs, captured, arguments)
         except Exception as error:
-            has_arrays = not all(map(is_nnx_node, self._captured.values()))
+            has_arrays = not all(map(is_nnx_node, captured.values()))
             if not has_arrays or programs.has_succeeded or not _needs_constants(error):
                 raise
             # The function may need the value of an array in Python, or the sharding of
             # a captured array is none of an argument: then they are constants.
             code = Identity(_code.code_of(fn))
             self._cache.with_constants.add(code)
-            self._programs = None
+            self._found = _NOTHING_FOUND
             try:
                 return self._call_checked(arguments, call)
             except BaseException:
                 self._cache.with_constants.discard(code)  # they were not the reason
-                self._programs = None
+                self._found = _NOTHING_FOUND
                 raise
         finally:
             if programs.traces != traces:
@@ -295,29 +299,31 @@ class CachedFunction:
         )
         return is_same and (self._names is None or self._has_same_attributes(fn))
 
-    def _lookup(self, fn: Function) -> ProgramCache:
-        """Computes the cache key and finds its programs."""
-        self._programs = None  # the previous ones are not right any more
+    def _lookup(self, fn: Function) -> tuple[ProgramCache, dict[str, Leaf]]:
+        """Finds the programs of the cache key, and the captured values they take."""
+        self._found = _NOTHING_FOUND  # the previous ones are not right any more
+        captured: dict[str, Leaf] = {}
         if _is_module_level(fn) and not trees.object_kinds():
-            self._captured, self._captured_bindings, references = {}, [], None
+            self._captured_bindings, references = [], None
             code = Identity(_code.code_of(fn))
-            self._key = FunctionKey((_Unshared(fn),), code, self._options)
+            key = FunctionKey((_Unshared(fn),), code, self._options)
         else:
             references = rebinding.references(fn)
-            self._captured, key = self._key_of(fn, references)
-            self._key = key
-            if self._cache.mutated:
-                self._key = self._cache.with_mutated(key, references)
+            captured, key = self._key_of(fn, references)
             self._references, self._tokens = references, key.tokens
+            if self._cache.mutated:
+                key = self._cache.with_mutated(key, references)
             captured_bindings = references.captured_bindings
-            self._captured_bindings = captured_bindings() if self._captured else []
+            self._captured_bindings = captured_bindings() if captured else []
             if isinstance(references.root, types.MethodType):
                 self._names = references.named_attributes(references.root)
-        self.is_shared = not isinstance(self._key.tokens[0], _Unshared)
+        self._key = key
+        self.is_shared = not isinstance(key.tokens[0], _Unshared)
         self._take_snapshot(fn)
-        self._programs = self._cache.programs(self._key, fn, references)
-        self._programs.add(self._get_fn)
-        return self._programs
+        programs = self._cache.programs(key, fn, references)
+        programs.add(self._get_fn)
+        self._found = programs, captured
+        return programs, captured
 
     def _key_of(
         self, fn: Function, references: References
@@ -341,7 +347,7 @@ class CachedFunction:
 
     def _update_key(self, fn: Function | None, programs: ProgramCache) -> None:
         """After a trace, which may have changed what the function captures."""
-        if fn is None or self._programs is not programs:
+        if fn is None or self._found[0] is not programs:
             return
         self._take_snapshot(fn)
         if self._key is None or not self.is_shared:
