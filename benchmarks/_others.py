@@ -24,8 +24,7 @@ from _harness import Workers, command, seconds_of
 
 HEADS = 4
 EPSILON = 1e-6
-RATES = {"sgd": 0.1, "momentum": 0.05, "adam": 1e-3}
-MOMENTUM = 0.9
+RATES = {"sgd": 0.1, "adam": 1e-3}
 # Adam's, in both frameworks.
 BETAS, ADAM_EPSILON = (0.9, 0.999), 1e-8
 
@@ -64,14 +63,6 @@ def trainings(replicas: int) -> Callable[..., Any]:
     return answer
 
 
-def load(
-    description: Mapping[str, Any],
-) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """Parameters by name, and a batch of shape `[replica, row, ...]`."""
-    arrays = dict(np.load(description["file"]))
-    return arrays, arrays.pop("batch x"), arrays.pop("batch y")
-
-
 class TensorFlowTraining:
     """With `tf.function`; gradients are reduced and applied in a `merge_call`.
 
@@ -81,7 +72,8 @@ class TensorFlowTraining:
 
     def __init__(self, tf: Any, strategy: Any, description: Mapping[str, Any]) -> None:
         self._tf, self._strategy = tf, strategy
-        params, x, y = load(description)
+        params = dict(np.load(description["file"]))
+        x, y = params.pop("batch x"), params.pop("batch y")  # `[replica, row, ...]`
         forward = TENSORFLOW_LOSSES[description["kind"]]
         apply, slots_each = self._optimizer(description["optimizer"])
         with strategy.scope():
@@ -128,15 +120,6 @@ class TensorFlowTraining:
                 var=variable.handle, alpha=rate, delta=grad
             )
 
-        def momentum(variable: Any, grad: Any, _: Any, trace: Any) -> None:
-            ops.ResourceApplyMomentum(
-                var=variable.handle,
-                accum=trace.handle,
-                lr=rate,
-                grad=grad,
-                momentum=MOMENTUM,
-            )
-
         def adam(variable: Any, grad: Any, count: Any, first: Any, second: Any) -> None:
             ops.ResourceApplyAdam(
                 var=variable.handle,
@@ -151,7 +134,7 @@ class TensorFlowTraining:
                 grad=grad,
             )
 
-        return {"sgd": (sgd, 0), "momentum": (momentum, 1), "adam": (adam, 2)}[name]
+        return {"sgd": (sgd, 0), "adam": (adam, 2)}[name]
 
     def step(self) -> Any:
         count = self._tf.constant(float(next(self._count)))

@@ -106,6 +106,13 @@ def parts_of(
     return lambda: task.build(jax.random.key(0)), lambda s, xy: step(s, *xy), batch
 
 
+def planned(task: FlaxTask, machine: Any) -> tuple[planning.Plan, Any]:
+    """The plan, and the seconds that it took beside those that it may take."""
+    start = time.perf_counter()
+    made = js.plan(*parts_of(task), devices=machine, options=DONATE)
+    return made, {"plan": [time.perf_counter() - start], "limit": [30.0]}
+
+
 def measured(devices: Sequence[Any]) -> planning.Machine:
     """The devices by numbers, with what short programs take on all of them at once."""
     strategy = js.MirroredStrategy(devices)
@@ -173,35 +180,28 @@ def plan(args: Any) -> Iterator[Comparison]:
     for name, case in CASES.items():
         if not any(name.startswith(each) for each in args.cases):
             continue
-        build, step, batch = parts_of(case)
-        start = time.perf_counter()
-        made = js.plan(build, step, batch, devices=machine, options=DONATE)
-        seconds = time.perf_counter() - start
-        yield Comparison(name, "plan", "s", {"plan": [seconds], "limit": [30.0]}, 1.0)
+        made, seconds = planned(case, machine)
+        yield Comparison(name, "plan", "s", seconds, 1.0)
+        build, _, batch = parts_of(case)
         known = [layout for layout in made if layout.memory is not None]
-        forms = {layout.name: training(layout, build, batch) for layout in known}
+        bursts = {}
         for layout in known:
+            form = training(layout, build, batch)
+            bursts[layout.name] = lambda n=layout.several, f=form: f.burst(1) / n
             assert layout.memory is not None, "those are left out"
             values = {"planned": [layout.memory.arguments / 2**20]}
-            form = forms[layout.name]
             values["live"] = [bytes_on_a_device((form.state, form.batch)) / 2**20]
             if layout.several == 1:
                 quantity = f"arguments, {layout.name}"
                 yield Comparison(name, quantity, "MB", values, 1.05, least=0.95)
-        bursts = {
-            layout.name: lambda x=layout, form=forms[layout.name]: (
-                form.burst(1) / x.several
-            )
-            for layout in known
-        }
         times = in_turn(bursts, args.rounds, args.seconds)
         medians = {form: statistics.median(each) for form, each in times.items()}
         best = min(medians, key=medians.__getitem__)
         for layout in known:
             text = ", ".join(f"{k} {1e3 * v:.2f}" for k, v in layout.seconds.items())
             run = f"{1e3 * medians[layout.name]:.2f} ms"
-            planned = f"{1e3 * layout.step_seconds:.2f} ms"
-            print(f"{name}: {layout.name}: {run}, planned {planned} ({text})")
+            told = f"{1e3 * layout.step_seconds:.2f} ms"
+            print(f"{name}: {layout.name}: {run}, planned {told} ({text})")
         values = {"chosen": times[made.best.name], "best": times[best]}
         note = f"chosen: {made.best.name}; best: {best}"
         yield Comparison(name, "step", "ms", scaled(values, 1e3), 1.15, note=note)
@@ -210,12 +210,9 @@ def plan(args: Any) -> Iterator[Comparison]:
     if args.cases != ("",):
         return
     task = FlaxTask(Transformer(512, 64, 5, divided=True), ADAMW, 16)
-    build, step, batch = parts_of(task)
-    arrays = len(jax.tree.leaves(jax.eval_shape(build)["params"]))
-    start = time.perf_counter()
-    js.plan(build, step, batch, devices=machine, options=DONATE)
-    values = {"plan": [time.perf_counter() - start], "limit": [30.0]}
-    yield Comparison(f"transformer, {arrays} arrays", "plan", "s", values, 1.0)
+    shapes = jax.eval_shape(parts_of(task)[0])["params"]
+    case = f"transformer, {len(jax.tree.leaves(shapes))} arrays"
+    yield Comparison(case, "plan", "s", planned(task, machine)[1], 1.0)
 
 
 BENCHMARKS = [plan]
