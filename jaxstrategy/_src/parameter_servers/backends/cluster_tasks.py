@@ -447,7 +447,7 @@ class _ClusterGroup(TaskGroup):
             with contextlib.suppress(ConnectionError, ClusterError):
                 joined(task.address, self._secret, hello)[0].close()
 
-        with ThreadPoolExecutor(len(self.servers)) as pool:
+        with ThreadPoolExecutor(len(self.servers) or 1) as pool:
             list(pool.map(end, self.servers))
 
 
