@@ -13,6 +13,11 @@ import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager, MismatchError
 from jaxstrategy.experimental import CommunicationOptions
 
+# Tests that share a strategy define the same step anew.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::jaxstrategy.errors.RecompilationWarning"
+)
+
 INT8 = CommunicationOptions(compression="int8")
 RANK2 = CommunicationOptions(compression=js.experimental.PowerSGD(rank=2))
 PAIRS = [[0, 1], [2, 3]]
@@ -68,7 +73,6 @@ def test_a_sum_in_eight_bits_is_near_and_the_rest_is_kept(four, options):
     assert state.bases is None
 
 
-@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 def test_what_was_kept_goes_with_the_next(four):
     step, zeros = reducer(four, INT8), four.per_replica(np.zeros((4, 700), np.float32))
     x = normal(4, 700)
@@ -227,7 +231,6 @@ def test_what_is_not_finite_shows_and_spoils_no_memory(four, options):
     assert np.isfinite(have).all()
 
 
-@pytest.mark.filterwarnings("ignore::jaxstrategy.errors.RecompilationWarning")
 def test_one_replica_sends_nothing_and_what_others_left_behind():
     one = on(1)
     x = normal(1, 32, 16)
