@@ -229,7 +229,8 @@ def run(on, lines, x, s, total):
 @pytest.mark.filterwarnings("ignore::jaxstrategy.errors.DoubleReductionWarning")
 @pytest.mark.filterwarnings("ignore::jaxstrategy.errors.LateReplicaWarning")
 @pytest.mark.parametrize(
-    "layout", chosen(LAYOUTS, "mirrored", "shared", "divided, inner axes")
+    "layout",
+    chosen(LAYOUTS, "mirrored", "divided, shared", "divided, inner axes"),
 )
 @each_of("is_eager", [False, True])
 def test_random_steps_give_numpys_numbers(is_eager, layout):
