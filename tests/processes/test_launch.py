@@ -547,6 +547,7 @@ def test_the_first_machine_may_be_lost_where_others_have_an_address(machine):
     )
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_cut_off_begins_no_job_of_its_own(start):
     """Where another one may lead, the others may be a job without this one."""
     impatient = """

@@ -141,6 +141,7 @@ def test_a_plan_on_one_device_says_that_there_is_one_replica():
         js.plan(build, step, BATCH, devices=device)
 
 
+@pytest.mark.slow
 def test_parts_of_a_batch_where_the_whole_does_not_fit():
     batch = jax.ShapeDtypeStruct((8 * 1024, SIDE), np.float32)
     plans = {
