@@ -531,6 +531,18 @@ def attributes_that_a_library_reads():
         yield method, 15
 
 
+def methods_of_containers():
+    table = {"rate": 1.0}
+    get = table.get
+
+    def defined():
+        return lambda x: x * get("rate")
+
+    yield defined(), 3
+    table["rate"] = 5.0
+    yield defined(), 15
+
+
 def attributes_that_come_later():
     class Scaled:
         def __call__(self, x):
@@ -555,7 +567,7 @@ def attributes_that_come_later():
 CHANGES = [
     variables, globals_of_nested_functions, containers, attributes_read_in_any_way,
     attributes_added_and_taken_away, callable_objects_and_methods,
-    attributes_that_a_library_reads, attributes_that_come_later,
+    attributes_that_a_library_reads, methods_of_containers, attributes_that_come_later,
 ]  # fmt: skip
 
 

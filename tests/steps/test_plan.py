@@ -116,6 +116,9 @@ def by_numpy(x):
 def test_what_fits_is_first_and_what_cannot_is_not_compiled():
     plan = js.plan(build, step, BATCH, memory="1.9MiB", options=DONATE)
     assert [layout.fits for layout in plan] == [True, False, False]
+    # Then by what is missing, and last what was not compiled.
+    kinds = ("sharding='state'", "sharding='optimizer'", "replicated")
+    assert tuple(layout.name for layout in plan) == kinds
     best, *others = plan
     assert best is plan.best and best.arguments == {"sharding": STATE}
     assert best.left == 1.9 * 2**20 // 1 - best.memory.peak
