@@ -6,6 +6,7 @@ import jax
 import keras
 import numpy as np
 import pytest
+from helpers.cases import each_of
 
 import jaxstrategy as js
 
@@ -163,17 +164,21 @@ def test_the_layer_is_keras_outside_of_steps_and_can_be_saved():
     assert type(again) is js.keras.BatchNormalization and again.momentum == 0.5
 
 
-def test_a_frozen_layer_takes_its_moving_statistics(two):
+@each_of("trainable, training", [(False, True), (True, False)])
+def test_frozen_layers_and_inference_take_the_moving_statistics(
+    two, trainable, training
+):
     layer = js.keras.BatchNormalization()
     layer.build((None, 3))
-    layer.trainable = False
+    layer.trainable = trainable
     x = RNG.normal(size=(2, 4, 3)).astype(np.float32)
 
-    def step(others, x):
-        return js.keras.stateless_call(layer, [], others, x, training=True)
+    def step(weights, others, x):
+        return js.keras.stateless_call(layer, weights, others, x, training=training)
 
+    weights = two.mirror(values(layer.trainable_variables))
     state = two.mirror(values(layer.non_trainable_variables))
-    y, after = two.run(step, (state, two.per_replica(list(x))))
+    y, after = two.run(step, (weights, state, two.per_replica(list(x))))
     np.testing.assert_allclose(y.stacked, x / np.sqrt(1 + layer.epsilon), rtol=1e-5)
     for old, new in zip(state, after, strict=True):
         np.testing.assert_array_equal(new, old)
