@@ -24,7 +24,7 @@ from workers import digits
 
 STEPS = 30
 EVERY, MEMORY_EVERY = 10, 3
-ALONE_SECONDS = 2.5  # of a step of a process alone, so that it is not done too soon
+ALONE_SECONDS = 4.0  # of a step of a process alone, which has 12 until it is done
 
 
 def main(folder, faults):
