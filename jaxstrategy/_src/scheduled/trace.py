@@ -26,7 +26,6 @@ from jaxstrategy._src.tracing.nnx import object_calls
 from jaxstrategy._src.tracing.partition.partition import inline_calls
 from jaxstrategy._src.tracing.signature import Role, Signature, is_one_leaf
 from jaxstrategy._src.tracing.stages import stages
-from jaxstrategy._src.tracing.trace import Trace
 from jaxstrategy._src.tracing.traced_step import (
     ReplicaStep,
     StepEnvironment,
@@ -143,7 +142,7 @@ class FunctionTrace:
 
     def __init__(
         self,
-        trace: Trace,
+        trace: TracedStep,
         recorder: Recorder,
         keys: dict[
             int, Any
@@ -162,18 +161,15 @@ class FunctionTrace:
         self.variables: dict[int, Handle] = {}
         flat = inline_calls(trace.jaxpr, is_ours)
         self.layouts: Sequence[ReplicaLayout] = [
-            *trace.layouts,
+            *(each.layout for each in trace.inputs),
             *(REPLICATED for _ in flat.constants),
         ]
-        count = len(trace.argument_types)
-        for index, place in enumerate(trace.inputs):
-            self.arguments.append(
-                place if place is not None and place < count else None
-            )
-            if place is None:
-                self.constants[index] = trace.constants[index]
-            elif place >= count:
-                self.variables[index] = trace.variables[place - count]
+        for index, each in enumerate(trace.inputs):
+            self.arguments.append(each.argument)
+            if each.variable is not None:
+                self.variables[index] = each.variable
+            elif each.argument is None:
+                self.constants[index] = each.constant
         for constant in flat.constants:
             self.constants[len(self.arguments)] = constant
             self.arguments.append(None)
@@ -240,8 +236,7 @@ def trace_function(
     _check_variables(trace, set(pending), step.name, is_here=as_step is not None)
     if recorder.had_masks:
         stages.check_traced(recorder.masks, step.name)
-    traced = TracedStep(step, trace)
-    step_checks.check(traced, RunOptions().expect_mirrored, set())
+    step_checks.check(trace, RunOptions().expect_mirrored, set())
     kinds = ((n, leaf) for n, leaf in enumerate(leaves) if is_key(leaf.dtype))
     keys = {number: jax.random.key_impl(leaf) for number, leaf in kinds}
     return FunctionTrace(trace, recorder, keys, key_results, step.name)
@@ -283,7 +278,7 @@ def _across(
 
 
 def _check_variables(
-    trace: Trace, pending: set[Handle], name: str, is_here: bool
+    trace: TracedStep, pending: set[Handle], name: str, is_here: bool
 ) -> None:
     for variable in trace.used:
         is_workers = per_worker_kind_of(variable) is not None

@@ -126,7 +126,7 @@ class Program:
         with self._traced_for(leaves) as (step, placed):
             executable = self.executable
             buffers = self._variables.buffers
-            names = {variable.cell: variable.name for variable in step.trace.used}
+            names = {variable.cell: variable.name for variable in step.used}
             preparation = Preparation(
                 step,
                 inputs=[*placed, *buffers.values()],
@@ -171,7 +171,7 @@ class Program:
             return None
         try:
             step = self._trace(leaves)
-            if step.trace.used and not self._variables.are_used:
+            if step.used and not self._variables.are_used:
                 return None
             return self._adapted(step, self._variables.caller_is_traced, leaves)
         finally:
@@ -224,16 +224,16 @@ class Program:
 
     def _trace(self, leaves: Sequence[Leaf]) -> TracedStep:
         """Traces the step for arguments of these types, and checks the trace."""
-        trace = self._step.trace(leaves, self._stages.masks.tracing)
-        step = TracedStep(self._step, trace, self._donated)
+        step = self._step.trace(leaves, self._stages.masks.tracing)
+        step.donated = self._donated
         _announce_slow_compilation(step.name, step.jaxpr)
-        found = list(constants(trace.closed))
+        found = list(constants(step.closed))
         self.placement.check_captured(found)
         self._on_trace(step)
         self._stages.objects.traced(found)
-        if trace.is_partitioned:
+        if step.is_partitioned:
             step.partitioned = PartitionedStep(step, leaves)
-        elif trace.replicas.inner_axes:
+        elif step.replicas.inner_axes:
             step.output_shardings = output_shardings(step, leaves)
         return step
 

@@ -554,7 +554,8 @@ class ProgramCache:
                 program.traced(traced)
             for programs in filter(None, (self, self._parent)):
                 programs.traces += 1
-            types = traced.trace.argument_types
+            count = len(signature.dynamic)
+            types = [var.aval for var in traced.closed.jaxpr.invars[:count]]
             self._history.record(step.fn, self._calls, signature, types)
 
         if self._agreement is None:

@@ -193,7 +193,7 @@ _OTHER_OPTIONS = re.compile(
 
 def facts_of(preparation: Preparation) -> Facts:
     """Everything a program depends on; raises `CompiledStepError` for callbacks."""
-    step, replicas = preparation.step, preparation.step.trace.replicas
+    step, replicas = preparation.step, preparation.step.replicas
     for eqn in all_eqns(step.jaxpr):
         name = eqn.primitive.name
         if "callback" in name or name == "debug_print":
@@ -243,7 +243,7 @@ def facts_of(preparation: Preparation) -> Facts:
 
 def devices_of(step: TracedStep) -> list[Device]:
     """The devices of a step, in the order of the replicas."""
-    groups = step.trace.replicas.groups
+    groups = step.replicas.groups
     return list(dict.fromkeys(device for group in groups for device in group))
 
 
@@ -264,9 +264,9 @@ def _processor() -> str:
 def _hash_of(step: TracedStep) -> str:
     """Equal for steps that compute the same, whatever their names."""
     digest = hashlib.sha256(code_of(step.live_jaxpr))
-    for constant in constants(step.trace.closed):
+    for constant in constants(step.closed):
         digest.update(constant.fingerprint.encode())
-    digest.update(repr(step.trace.varies).encode())
+    digest.update(repr(step.varies).encode())
     return digest.hexdigest()[:16]
 
 
@@ -384,9 +384,7 @@ class SavedStep:
         if self.calls_libraries or preparation.must_be_lowered:
             preparation.lower()
         step = preparation.step
-        results = step.results.rebuild(
-            [PerReplica(0) if x else 0 for x in step.trace.varies]
-        )
+        results = step.results.rebuild([PerReplica(0) if x else 0 for x in step.varies])
         devices = devices_of(step)
         try:
             return serialize_executable.deserialize_and_load(

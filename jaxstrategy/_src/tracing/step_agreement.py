@@ -234,7 +234,7 @@ def _fingerprint(
     step: TracedStep, arguments: dict[int, ProgramValue] | None = None
 ) -> ProgramPrint:
     code = code_of(step.live_jaxpr) + repr(step.replica_step.roles).encode()
-    return fingerprint(step.name, step.trace.closed, arguments, code)
+    return fingerprint(step.name, step.closed, arguments, code)
 
 
 def _described(leaf: Leaf, value: ProgramValue | None) -> str:

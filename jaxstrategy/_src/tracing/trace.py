@@ -1,14 +1,13 @@
-"""Traces a step as one replica sees it: `trace`, `Trace`."""
+"""Traces what one replica computes: `one_replica`."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, cast, final
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias, final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
@@ -28,7 +27,6 @@ from jaxstrategy._src.replicas.inner_axes import has_inner_axes
 from jaxstrategy._src.replicas.mesh import as_seen_on
 from jaxstrategy._src.replicas.replicas import (
     REPLICATED,
-    STACKED,
     ReplicaLayout,
     Replicas,
 )
@@ -40,22 +38,15 @@ from jaxstrategy._src.tracing.jaxprs import (
     Jaxpr,
     Var,
     all_eqns,
-    closed,
     inner_jaxprs,
     jaxpr_of,
     rewritten,
     with_jaxprs,
 )
-from jaxstrategy._src.tracing.numbered_prints import on_own_devices, with_numbers
-from jaxstrategy._src.tracing.replication.rules import analyse
-from jaxstrategy._src.tracing.replication.types import Findings, Replication, Site
-from jaxstrategy._src.tracing.signature import Results
+from jaxstrategy._src.tracing.numbered_prints import on_own_devices
+from jaxstrategy._src.tracing.replication.types import Site
 from jaxstrategy._src.tracing.translation import UnknownAxis
-from jaxstrategy._src.tracing.vmapped.replicas import on_replicas
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
-from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.variables import access
-from jaxstrategy._src.variables.access import Cell, StepVariables
 from jaxstrategy._src.variables.variable import Variable
 
 # When a value is computed: the number of the equation; for one that calls a function,
@@ -270,29 +261,68 @@ def _without_mesh(aval: ArrayType) -> ArrayType:
     return jax.typeof(bare)
 
 
-# The jaxpr of the whole call; the jaxpr of one replica; for each of its inputs the
-# index among arguments and variables, or None; and the constants among the inputs.
-OneReplica: TypeAlias = tuple[ClosedJaxpr, Jaxpr, list[int | None], dict[int, Leaf]]
+@dataclasses.dataclass(frozen=True)
+class StepInput:
+    """An input of a replica's jaxpr: an argument, a variable or else a constant."""
+
+    layout: ReplicaLayout = REPLICATED
+    argument: int | None = None
+    variable: Variable | None = None
+    constant: Leaf = None
+
+
+class OneReplica(NamedTuple):
+    """What one replica computes."""
+
+    closed: ClosedJaxpr  # the whole call
+    jaxpr: Jaxpr
+    inputs: list[StepInput]
+    has_mesh: bool
+
+
+def one_replica(
+    replica: Function,
+    leaves: Sequence[Leaf],
+    inputs: Sequence[StepInput],
+    replicas: Replicas,
+) -> OneReplica:
+    """Traces `replica`, a function of the arguments `leaves` and of variables."""
+    variables = [each.variable for each in inputs if each.variable is not None]
+    sharded = any(not variable.division.is_whole for variable in variables)
+    is_sharded = shards_state(replicas) or (sharded and can_shard(replicas))
+    if replicas.per_device == 1 and not is_sharded:
+        try:
+            return _trace_in_shard_map(replica, leaves, inputs, replicas)
+        except UnknownAxis:
+            if has_inner_axes(replicas):
+                raise
+    traced = _trace_with_axis_names(replica, leaves, inputs, replicas)
+    primitives = {eqn.primitive.name for eqn in all_eqns(traced.jaxpr)}
+    # Over the devices of a replica: needs a mesh.
+    if replicas.inner_axes and "shard_map" in primitives:
+        return _trace_in_shard_map(replica, leaves, inputs, replicas)
+    return traced
 
 
 def _trace_in_shard_map(
     replica: Function,
     leaves: Sequence[Leaf],
-    variables: Sequence[Variable],
-    layouts: Sequence[ReplicaLayout],
+    inputs: Sequence[StepInput],
     replicas: Replicas,
 ) -> OneReplica:
     """Traces one replica inside a `shard_map`, and takes only its body."""
     # `REPLICATED` for all outputs is no claim, as the `shard_map` is not kept.
+    layouts = [each.layout for each in inputs]
     mapped = on_own_devices(replica, replicas, layouts, REPLICATED)
 
-    def all_replicas(*inputs: jax.Array) -> PyTree:
-        own, values = inputs[: len(leaves)], inputs[len(leaves) :]
+    def all_replicas(*arrays: jax.Array) -> PyTree:
+        own, values = arrays[: len(leaves)], arrays[len(leaves) :]
         return mapped(*own, *map(jax.new_ref, values))
 
     types = [
         jax.ShapeDtypeStruct(v.cell.shape, v.dtype, sharding=v.sharding)
-        for v in variables
+        for each in inputs
+        if (v := each.variable) is not None
     ]
     try:
         closed = jax.make_jaxpr(all_replicas)(*leaves, *types)
@@ -304,38 +334,35 @@ def _trace_in_shard_map(
     *references, eqn = closed.jaxpr.eqns
     arguments = closed.jaxpr.invars[: len(leaves)]
     refs = [each.outvars[0] for each in references]
-    index_of = {var: index for index, var in enumerate([*arguments, *refs])}
-    values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    indices: list[int | None] = []
-    constants: dict[int, Leaf] = {}
-    for number, atom in enumerate(eqn.invars):
-        is_literal = isinstance(atom, core.Literal)
-        indices.append(None if is_literal else index_of.get(atom))
-        if indices[number] is None:
-            constants[number] = atom.val if is_literal else values[atom]
-    return closed, eqn.params["jaxpr"], indices, constants
+    known: dict[Atom, StepInput] = dict(zip([*arguments, *refs], inputs, strict=True))
+    for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+        known[var] = StepInput(constant=value)
+    found = [
+        StepInput(constant=atom.val) if isinstance(atom, Literal) else known[atom]
+        for atom in eqn.invars
+    ]
+    return OneReplica(closed, eqn.params["jaxpr"], found, has_mesh=True)
 
 
 def _trace_with_axis_names(
     replica: Function,
     leaves: Sequence[Leaf],
-    variables: Sequence[Variable],
-    layouts: Sequence[ReplicaLayout],
+    inputs: Sequence[StepInput],
     replicas: Replicas,
 ) -> OneReplica:
     """Traces one replica without a `shard_map`, where its axes are only names."""
-
-    is_own = [replicas.differ(layout) for layout in layouts]
+    is_own = [replicas.differ(each.layout) for each in inputs]
     row = functools.partial(jax.lax.slice_in_dim, start_index=0, limit_index=1)
 
-    def one_replica(*inputs: jax.Array) -> PyTree:
+    def first_replica(*arrays: jax.Array) -> PyTree:
         # The first row stands for any replica's: whatever the dtype, or a tracer.
-        parts = [row(x) if own else x for x, own in zip(inputs, is_own, strict=True)]
+        parts = [row(x) if own else x for x, own in zip(arrays, is_own, strict=True)]
         own, values = parts[: len(leaves)], parts[len(leaves) :]
         return replica(*own, *map(jax.new_ref, values))
 
+    variables = [each.variable for each in inputs if each.variable is not None]
     values = [jax.ShapeDtypeStruct(v.cell.shape, v.dtype) for v in variables]
-    make_jaxpr = jax.make_jaxpr(one_replica, axis_env=replicas.axis_sizes)
+    make_jaxpr = jax.make_jaxpr(first_replica, axis_env=replicas.axis_sizes)
     # Without the mesh of arrays, which would be in the types of what is traced.
     types = [
         jax.ShapeDtypeStruct(
@@ -350,212 +377,19 @@ def _trace_with_axis_names(
     whole, rows = closed.jaxpr, sum(is_own)
     start = rows + len(variables)
     results = iter(eqn.outvars[0] for eqn in whole.eqns[:rows])
-    inputs = [
+    arrays = [
         next(results) if own else var
         for var, own in zip(whole.invars, is_own, strict=True)
     ]
     references = [eqn.outvars[0] for eqn in whole.eqns[rows:start]]
-    invars = [*inputs[: len(leaves)], *references, *whole.constvars]
+    invars = [*arrays[: len(leaves)], *references, *whole.constvars]
     jaxpr = without_meshes(jaxpr_of(invars, whole.eqns[start:], whole.outvars))
-    count = len(layouts)
-    indices = [index if index < count else None for index in range(len(invars))]
-    constants = dict(enumerate(closed.consts, start=count))
-    return closed, jaxpr, indices, constants
+    constants = [StepInput(constant=value) for value in closed.consts]
+    return OneReplica(closed, jaxpr, [*inputs, *constants], has_mesh=False)
 
 
 class CapturedReference(Exception):
     """A step captures a `jax.Ref` that is no variable."""
-
-
-# One replica's inputs -> its results, and the outputs of stages.
-Evaluate = Callable[[Sequence[Leaf]], tuple[list[jax.Array], list[jax.Array]]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Trace:
-    """A step as it was traced."""
-
-    closed: ClosedJaxpr
-    jaxpr: Jaxpr  # of one replica
-    inputs: list[int | None]  # of `jaxpr`: index among arguments and variables
-    constants: dict[int, Leaf]  # the other inputs
-    layouts: list[ReplicaLayout]  # of each input
-    argument_types: list[ArrayType]
-    unpacking: int  # leading equations that take a replica's part of arguments
-    results: Results
-    variables: Sequence[Variable]  # all live ones
-    used: Sequence[Variable]
-    replicas: Replicas
-    findings: Findings
-    is_partitioned: bool
-
-    @property
-    def contents(self) -> list[tuple[Variable, Replication | None]]:
-        """Each used variable, and the replication type of its value after the step."""
-        first, used = len(self.argument_types), set(self.used)
-        contents = self.findings.contents
-        return [
-            (variable, contents.get(self.inputs.index(index)))
-            for index, variable in enumerate(self.variables, start=first)
-            if variable in used
-        ]
-
-    @property
-    def varies(self) -> list[bool]:
-        """For each array that the step returns whether replicas may differ."""
-        return [state is not None and state.varies for state in self.findings.outputs]
-
-    def evaluate(
-        self,
-        leaves: Sequence[Leaf],
-        references: dict[Cell, jax.Ref],
-        instrument: Callable[[Evaluate], Evaluate],
-    ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:
-        """The step's results on all replicas, and the outputs of stages."""
-        operands = self.operands(leaves, references)
-        used = [i for i, each in enumerate(operands) if each is not None]
-        varies = self.varies
-
-        def replica(*locals_: Leaf) -> tuple[list[jax.Array], list[jax.Array]]:
-            jaxpr = with_numbers(self.jaxpr, self.replicas)
-            step = core.jaxpr_as_fun(closed(jaxpr))
-            evaluate = instrument(lambda inputs: (step(*inputs), []))
-            inputs = dict(zip(used, locals_, strict=True))
-            returned, outputs = evaluate([inputs.get(i) for i in range(len(operands))])
-            arrays = [
-                jax.lax.expand_dims(array, (0,)) if differs else array
-                for array, differs in zip(returned, varies, strict=True)
-            ]
-            if not arrays and not outputs:
-                outputs = [jnp.zeros((), jnp.int8)]
-            return arrays, outputs
-
-        returned = [STACKED if differs else REPLICATED for differs in varies]
-        layouts = [self.layouts[i] for i in used]
-        run = on_replicas(replica, self.replicas, layouts, (returned, REPLICATED))
-        arrays, outputs = run(*(operands[i] for i in used))
-        results = [
-            PerReplica(array) if differs else array
-            for array, differs in zip(arrays, varies, strict=True)
-        ]
-        return results, outputs
-
-    def operands(
-        self, leaves: Sequence[Leaf], references: dict[Cell, jax.Ref]
-    ) -> list[Leaf]:
-        """The inputs of `jaxpr`; None for variables that it does not use."""
-        used = set(self.used)
-        values: list[Leaf] = list(leaves)
-        for variable in self.variables:
-            if variable not in used:
-                values.append(None)
-            elif variable.cell in references:
-                values.append(references[variable.cell])
-            else:
-                values.append(variable.cell.ref)
-        return [
-            self.constants[number] if index is None else values[index]
-            for number, index in enumerate(self.inputs)
-        ]
-
-
-def trace(
-    run: Callable[[Sequence[Leaf]], tuple[list[jax.Array], Results]],
-    leaves: Sequence[Leaf],
-    layouts: Sequence[ReplicaLayout],
-    replicas: Replicas,
-    variables: Callable[[], Sequence[Variable]],
-    may_create: bool,
-    ready_packing: AbstractPacking | None = None,
-) -> Trace:
-    """Traces a step; again if it creates variables or names unknown axes."""
-    live = list(variables())
-    returned: list[Results] = []
-    traced: list[StepVariables] = []
-
-    def replica(*locals_: Leaf) -> list[jax.Array]:
-        own, references = locals_[: len(leaves)], locals_[len(leaves) :]
-        step = StepVariables(list(zip(live, references, strict=True)), may_create)
-        traced.append(step)
-        try:
-            with access.traced_with(step):
-                arrays, results = run(own)
-        except UnknownAxis as error:
-            if step.created:
-                raise _CreatedVariables from error
-            raise
-        if step.created:
-            # The trace cannot end: `shard_map` has no rule for their references.
-            raise _CreatedVariables
-        returned.append(results)
-        return arrays
-
-    all_layouts = [*layouts, *(_layout(variable, replicas) for variable in live)]
-    sharded = [variable for variable in live if not variable.division.is_whole]
-    inputs = replica, leaves, live, all_layouts, replicas
-    has_mesh = replicas.per_device == 1 and not shards_state(replicas)
-    has_mesh &= not (sharded and can_shard(replicas))
-    try:
-        if has_mesh:
-            try:
-                one_replica = _trace_in_shard_map(*inputs)
-            except UnknownAxis:
-                if has_inner_axes(replicas):
-                    raise
-                one_replica = _trace_with_axis_names(*inputs)
-        else:
-            one_replica = _trace_with_axis_names(*inputs)
-            primitives = {eqn.primitive.name for eqn in all_eqns(one_replica[1])}
-            # Over the devices of a replica: needs a mesh.
-            if replicas.inner_axes and "shard_map" in primitives:
-                traced.clear()
-                returned.clear()
-                has_mesh = True
-                one_replica = _trace_in_shard_map(*inputs)
-    except _CreatedVariables:
-        return trace(run, leaves, layouts, replicas, variables, False, ready_packing)
-    except CapturedReference as error:
-        raise TypeError(
-            "The step uses a `jax.Ref` that was made outside of it, whose memory is on "
-            "one device. Make a `js.Variable` in the strategy's scope, which has a "
-            "copy on each; or pass `ref[...]`, and write what the step returns."
-        ) from error
-    closed, jaxpr, indices, constants = one_replica
-    step, (results,) = traced[-1], returned
-    if ready_packing is not None:
-        jaxpr = pack_reductions(jaxpr, ready_packing, replicas.axis_sizes)
-    if step.used:
-        _check_conditions(jaxpr)
-    of_inputs = [REPLICATED if i is None else all_layouts[i] for i in indices]
-    unpacking = sum(layout is STACKED for layout in layouts)
-    findings = analyse(
-        jaxpr,
-        [replicas.differ(layout) for layout in of_inputs],
-        replicas.axes,
-        replicas.count,
-        unpacking=unpacking,
-        mesh=replicas.mesh,
-    )
-    return Trace(
-        closed=closed,
-        jaxpr=jaxpr,
-        inputs=indices,
-        constants=constants,
-        layouts=of_inputs,
-        argument_types=[var.aval for var in closed.jaxpr.invars[: len(leaves)]],
-        unpacking=unpacking,
-        results=results,
-        variables=live,
-        used=cast("list[Variable]", list(step.used.values())),
-        replicas=replicas,
-        findings=findings,
-        is_partitioned=not has_mesh
-        and can_shard(replicas)
-        and (
-            shards_state(replicas)
-            or any(id(variable) in step.used for variable in sharded)
-        ),
-    )
 
 
 def shards_state(replicas: Replicas) -> bool:
@@ -567,11 +401,7 @@ def can_shard(replicas: Replicas) -> bool:
     return replicas.parts > 1
 
 
-class _CreatedVariables(Exception):
-    """A step has created variables: trace again, with them as inputs."""
-
-
-def _check_conditions(jaxpr: ClosedJaxpr) -> None:
+def check_conditions(jaxpr: ClosedJaxpr) -> None:
     """Raise if a `while_loop` changes a variable that its condition reads."""
     for eqn in all_eqns(jaxpr):
         if eqn.primitive.name != "while":
@@ -600,8 +430,3 @@ def check_not_in_shard_map(name: str) -> None:
             "does that itself: call `strategy.run` instead of it, on the whole batch. "
             "Inside `jax.jit`, `jax.vmap` and `jax.lax.scan` it may be called."
         )
-
-
-def _layout(variable: Variable, replicas: Replicas) -> ReplicaLayout:
-    has_copies = variable.lives_on(replicas) and not variable.copies_must_agree
-    return STACKED if has_copies else REPLICATED

@@ -7,9 +7,12 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, final
+from typing import Any, cast, final
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
 from jax.sharding import NamedSharding
 
 from jaxstrategy._src.reductions.packing import Overlap
@@ -23,20 +26,36 @@ from jaxstrategy._src.text import Line
 from jaxstrategy._src.tracing import signature as _signature
 from jaxstrategy._src.tracing.constants import ProgramValue
 from jaxstrategy._src.tracing.functions import rebinding
-from jaxstrategy._src.tracing.jaxprs import ArrayType, Jaxpr, KeyPath, variables
+from jaxstrategy._src.tracing.jaxprs import (
+    ArrayType,
+    ClosedJaxpr,
+    Jaxpr,
+    KeyPath,
+    closed,
+    variables,
+)
 from jaxstrategy._src.tracing.nnx.object_calls import takes_arrays
+from jaxstrategy._src.tracing.numbered_prints import with_numbers
+from jaxstrategy._src.tracing.replication.rules import analyse
 from jaxstrategy._src.tracing.replication.types import Findings, Replication
 from jaxstrategy._src.tracing.signature import NamedResults, Results, Role, Signature
 from jaxstrategy._src.tracing.trace import (
-    Evaluate,
-    Trace,
+    CapturedReference,
+    OneReplica,
+    StepInput,
+    can_shard,
+    check_conditions,
     check_not_in_shard_map,
-    trace,
+    one_replica,
+    pack_reductions,
+    shards_state,
 )
-from jaxstrategy._src.tracing.translation import translated
+from jaxstrategy._src.tracing.translation import UnknownAxis, translated
+from jaxstrategy._src.tracing.vmapped.replicas import on_replicas
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica
-from jaxstrategy._src.variables.access import Cell
+from jaxstrategy._src.variables import access
+from jaxstrategy._src.variables.access import Cell, StepVariables
 from jaxstrategy._src.variables.variable import Variable
 
 # A `with` block for the user's code, given one replica's arguments.
@@ -118,22 +137,59 @@ class ReplicaStep:
             if role is Role.SAME
         }
 
-    def trace(self, leaves: Sequence[Leaf], tracing: Tracing) -> Trace:
+    def trace(self, leaves: Sequence[Leaf], tracing: Tracing) -> TracedStep:
         """Traces the function for arguments of these types."""
         check_not_in_shard_map(self.name)
+        run = functools.partial(self._run, tracing)
         try:
-            return trace(
-                functools.partial(self._run, tracing),
-                leaves,
-                self.layouts,
-                self.replicas,
-                self._environment.variables,
-                self._may_create(),
-                None if self.overlap is None else self.overlap.packing,
-            )
+            try:
+                return self._traced(run, leaves, self._may_create())
+            except _CreatedVariables:  # which are inputs the second time
+                return self._traced(run, leaves, may_create=False)
         except rebinding.Leak as leak:
             # Only after the trace JAX says which line made the tracer.
             raise leak.as_error() from None
+
+    def _traced(
+        self,
+        run: Callable[[Sequence[Leaf]], tuple[list[jax.Array], Results]],
+        leaves: Sequence[Leaf],
+        may_create: bool,
+    ) -> TracedStep:
+        live = list(self._environment.variables())
+        results: list[Results] = []
+        traced: list[StepVariables] = []
+
+        def replica(*locals_: Leaf) -> list[jax.Array]:
+            own, references = locals_[: len(leaves)], locals_[len(leaves) :]
+            step = StepVariables(list(zip(live, references, strict=True)), may_create)
+            traced.append(step)
+            try:
+                with access.traced_with(step):
+                    arrays, returned = run(own)
+            except UnknownAxis as error:
+                if step.created:
+                    raise _CreatedVariables from error
+                raise
+            if step.created:
+                # The trace cannot end: `shard_map` has no rule for their references.
+                raise _CreatedVariables
+            results.append(returned)
+            return arrays
+
+        inputs = [StepInput(x, argument=i) for i, x in enumerate(self.layouts)]
+        inputs += [StepInput(_layout(v, self.replicas), variable=v) for v in live]
+        try:
+            traced_replica = one_replica(replica, leaves, inputs, self.replicas)
+        except CapturedReference as error:
+            raise TypeError(
+                "The step uses a `jax.Ref` that was made outside of it, whose memory "
+                "is on one device. Make a `js.Variable` in the strategy's scope, which "
+                "has a copy on each; or pass `ref[...]`, and write what the step "
+                "returns."
+            ) from error
+        used = cast("dict[int, Variable]", traced[-1].used)
+        return TracedStep(self, traced_replica, results[-1], used)
 
     def _run(
         self, tracing: Tracing, locals_: Sequence[Leaf]
@@ -168,27 +224,79 @@ def name_of(fn: Function) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
+class _CreatedVariables(Exception):
+    """A step has created variables: trace again, with them as inputs."""
+
+
+def _layout(variable: Variable, replicas: Replicas) -> ReplicaLayout:
+    has_copies = variable.lives_on(replicas) and not variable.copies_must_agree
+    return STACKED if has_copies else REPLICATED
+
+
+# One replica's inputs -> its results, and the outputs of stages.
+Evaluate = Callable[[Sequence[Leaf]], tuple[list[jax.Array], list[jax.Array]]]
+
+
 @final
 class TracedStep(NamedResults):
-    """The trace of a step as one replica sees it, for checks and explanations."""
+    """A step as one replica sees it, traced for some types of arguments."""
 
     def __init__(
-        self, step: ReplicaStep, trace: Trace, donated: frozenset[int] = frozenset()
+        self,
+        step: ReplicaStep,
+        traced: OneReplica,
+        results: Results,
+        used: dict[int, Variable],
     ) -> None:
-        super().__init__(step.name, trace.results, step.takes_arrays)
+        super().__init__(step.name, results, step.takes_arrays)
         self.replica_step = step
-        self.trace = trace
-        self.donated = donated
         self.signature: Signature = step.signature
+        self.replicas = replicas = step.replicas
+        self.donated = frozenset[int]()
+        self.closed: ClosedJaxpr = traced.closed
         # The computation of one replica, with the types of its inputs and outputs.
-        self.jaxpr: Jaxpr = trace.jaxpr
+        self.jaxpr: Jaxpr = traced.jaxpr
+        if step.overlap is not None and step.overlap.packing is not None:
+            packing, sizes = step.overlap.packing, replicas.axis_sizes
+            self.jaxpr = pack_reductions(traced.jaxpr, packing, sizes)
+        if used:
+            check_conditions(self.jaxpr)
+        self.inputs = traced.inputs
         self.types: Sequence[ArrayType] = [var.aval for var in self.jaxpr.invars]
         self.outputs: Sequence[ArrayType] = [x.aval for x in self.jaxpr.outvars]
-        self.findings: Findings = trace.findings
-        self.num_replicas: int = trace.replicas.count
+        self.used = list(used.values())
+        self.used_inputs: dict[int, Variable] = {
+            number: each.variable
+            for number, each in enumerate(self.inputs)
+            if each.variable is not None and id(each.variable) in used
+        }
+        # Leading equations that take a replica's part of arguments.
+        self.unpacking = sum(layout is STACKED for layout in step.layouts)
+        self.findings: Findings = analyse(
+            self.jaxpr,
+            self.differs,
+            replicas.axes,
+            replicas.count,
+            unpacking=self.unpacking,
+            mesh=replicas.mesh,
+        )
+        self.is_partitioned = not traced.has_mesh and (
+            shards_state(replicas)
+            or (can_shard(replicas) and any(not v.division.is_whole for v in self.used))
+        )
         # A `PartitionedStep` if state is sharded, of a module that imports this one.
         self.partitioned: Any = None
         self.output_shardings: Mapping[int, NamedSharding] = {}
+
+    @property
+    def differs(self) -> list[bool]:
+        """For each input of `jaxpr` whether replicas have versions of their own."""
+        return [self.replicas.differ(each.layout) for each in self.inputs]
+
+    @property
+    def varies(self) -> list[bool]:
+        """For each array that the step returns whether replicas may differ."""
+        return [state is not None and state.varies for state in self.findings.outputs]
 
     def evaluate(
         self,
@@ -197,51 +305,76 @@ class TracedStep(NamedResults):
         instrument: Callable[[Evaluate], Evaluate],
         is_whole: bool = False,
     ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:
-        """The step's results on all replicas; see `Trace.evaluate`."""
+        """The step's results on all replicas, and the outputs of stages."""
         if self.partitioned is not None and not is_whole:
             return self.partitioned.evaluate(leaves, references, instrument)
-        arrays, outputs = self.trace.evaluate(leaves, references, instrument)
+        operands = self.operands(leaves, references)
+        used = [i for i, each in enumerate(operands) if each is not None]
+        varies = self.varies
+
+        def replica(*locals_: Leaf) -> tuple[list[jax.Array], list[jax.Array]]:
+            jaxpr = with_numbers(self.jaxpr, self.replicas)
+            step = core.jaxpr_as_fun(closed(jaxpr))
+            evaluate = instrument(lambda inputs: (step(*inputs), []))
+            inputs = dict(zip(used, locals_, strict=True))
+            returned, outputs = evaluate([inputs.get(i) for i in range(len(operands))])
+            arrays = [
+                jax.lax.expand_dims(array, (0,)) if differs else array
+                for array, differs in zip(returned, varies, strict=True)
+            ]
+            if not arrays and not outputs:
+                outputs = [jnp.zeros((), jnp.int8)]
+            return arrays, outputs
+
+        returned = [STACKED if differs else REPLICATED for differs in varies]
+        layouts = [self.inputs[i].layout for i in used]
+        run = on_replicas(replica, self.replicas, layouts, (returned, REPLICATED))
+        arrays, outputs = run(*(operands[i] for i in used))
+        results = [
+            PerReplica(array) if differs else array
+            for array, differs in zip(arrays, varies, strict=True)
+        ]
         if self.partitioned is not None:
-            return self.partitioned.constrained(arrays), outputs
+            return self.partitioned.constrained(results), outputs
         for number, sharding in self.output_shardings.items():
-            arrays[number] = jax.lax.with_sharding_constraint(arrays[number], sharding)
-        return arrays, outputs
+            results[number] = lax.with_sharding_constraint(results[number], sharding)
+        return results, outputs
+
+    def operands(
+        self, leaves: Sequence[Leaf], references: dict[Cell, jax.Ref]
+    ) -> list[Leaf]:
+        """The inputs of `jaxpr`; None for variables that it does not use."""
+        values = [
+            each.constant if each.argument is None else leaves[each.argument]
+            for each in self.inputs
+        ]
+        for number, variable in self.used_inputs.items():
+            cell = variable.cell
+            values[number] = references[cell] if cell in references else cell.ref
+        return values
 
     @property
     def live_jaxpr(self) -> Jaxpr:
         """`jaxpr` without the variables that it does not use: others come and go."""
         read = (atom for eqn in self.jaxpr.eqns for atom in eqn.invars)
         used = set(variables([*read, *self.jaxpr.outvars]))
-        inputs = zip(self.jaxpr.invars, self.inputs, strict=True)
-        invars = [var for var, index in inputs if index is not None or var in used]
+        pairs = zip(self.jaxpr.invars, self.inputs, strict=True)
+        invars = [v for v, x in pairs if x.argument is not None or v in used]
         return self.jaxpr.replace(invars=invars)
 
     @cached_property
-    def inputs(self) -> Sequence[int | None]:
-        """For each input of `jaxpr` the index of its argument; None for others."""
-        count = len(self.signature.dynamic)
-        return [i if i is not None and i < count else None for i in self.trace.inputs]
-
-    @cached_property
-    def variable_names(self) -> Sequence[str | None]:
-        """For each input of `jaxpr` the name of its variable; None for others."""
-        variables, first = self.trace.variables, len(self.signature.dynamic)
-        return [
-            None if i is None or i < first else variables[i - first].name
-            for i in self.trace.inputs
-        ]
-
-    @cached_property
-    def _types_of_arguments(self) -> dict[int, ArrayType]:
-        pairs = zip(self.inputs, self.types, strict=True)
-        return {argument: aval for argument, aval in pairs if argument is not None}
+    def input_of(self) -> dict[int, int]:
+        """For each argument which input of `jaxpr` it is."""
+        inputs = enumerate(self.inputs)
+        return {x.argument: i for i, x in inputs if x.argument is not None}
 
     @property
     def variables(self) -> Sequence[tuple[str, bool, Replication | None]]:
         """Each used variable: name, whether copies must agree, type after the step."""
+        contents = self.findings.contents
         return [
-            (variable.name, variable.copies_must_agree, state)
-            for variable, state in self.trace.contents
+            (variable.name, variable.copies_must_agree, contents.get(number))
+            for number, variable in self.used_inputs.items()
         ]
 
     @cached_property
@@ -275,7 +408,7 @@ class TracedStep(NamedResults):
 
     def type_of(self, argument: int) -> ArrayType:
         """The type of an argument as the step sees it."""
-        aval = self._types_of_arguments[argument]
+        aval = self.types[self.input_of[argument]]
         return aval.update(shape=aval.shape[self.is_per_replica(argument) :])
 
     def line_of(self, state: Replication) -> Line | None:
@@ -285,30 +418,23 @@ class TracedStep(NamedResults):
     @property
     def sources(self) -> list[str | None]:
         """The names of the inputs in messages; None for captured arrays."""
-        sources: list[str | None] = []
-        for index, argument in enumerate(self.inputs):
-            if argument is None:
-                is_captured = self.variable_names[index] is None
-            else:
-                is_captured = self.label(argument).startswith("`captured ")
-            sources.append(None if is_captured else self.source(index))
-        return sources
+        names = [self._name(each) or "" for each in self.inputs]
+        captured = "argument `captured "
+        return [None if x.startswith(captured) else x or None for x in names]
 
     def origin_of(self, state: Replication) -> str:
         """Where a value began to vary, in words."""
         line = self.line_of(state)
         if state.input is None:
             return str(line or "a line that JAX did not keep")
-        is_argument = self.inputs[state.input] is not None
+        origin = self.inputs[state.input]
+        is_argument = origin.argument is not None
         kind = "a PerReplica" if is_argument else "which has a copy per replica"
-        source = f"{self.source(state.input)}, {kind}"
+        source = f"{self._name(origin)}, {kind}"
         return source if line is None else f"{line}\n    (from {source})"
 
-    def source(self, index: int) -> str:
-        """The name of an input in messages."""
-        argument = self.inputs[index]
-        if argument is not None:
-            return f"argument {self.label(argument)}"
-        name = self.variable_names[index]
-        assert name is not None, "what a step captures is the same everywhere"
-        return f"variable {name!r}"
+    def _name(self, each: StepInput) -> str | None:
+        """The name of an input in messages; None for a constant."""
+        if each.argument is not None:
+            return f"argument {self.label(each.argument)}"
+        return None if each.variable is None else f"variable {each.variable.name!r}"

@@ -228,9 +228,9 @@ def _constraint(step: TracedStep, eqn: Equation) -> Iterator[Exception]:
 
     JAX raises only where the axis is that of a `shard_map` (0.10 and 0.12).
     """
-    if step.trace.replicas.divides_over_replicas(eqn.params["sharding"]):
+    if step.replicas.divides_over_replicas(eqn.params["sharding"]):
         where = f"\n  {or_unknown(Site((eqn,)).line)}\n"
-        yield along_replicas(step.name, where, step.trace.replicas)
+        yield along_replicas(step.name, where, step.replicas)
 
 
 _REDUCTIONS = (Effect.SUM, Effect.EXTREME, Effect.SUM_SCATTER)
@@ -242,7 +242,7 @@ def _narrow_sum(step: TracedStep, outer: Equation) -> Iterator[Exception]:
     That is in a `shard_map` of the step that leaves an inner axis to XLA, not in one
     that names all, nor outside (JAX 0.10, 0.12).
     """
-    replicas = step.trace.replicas
+    replicas = step.replicas
     open_axes = set(replicas.inner_axes).difference(outer.params["newly_manual_axes"])
     is_on_cpu = replicas.devices[0].platform == "cpu"
     if len(replicas.inner_axes) < 2 or not open_axes or not is_on_cpu:
@@ -265,7 +265,7 @@ def _callback(step: TracedStep, eqn: Equation) -> Iterator[Exception]:
 
     Whatever the size of these axes (JAX 0.10 and 0.12).
     """
-    if sizes := step.trace.replicas.inner_sizes:
+    if sizes := step.replicas.inner_sizes:
         yield NotImplementedError(
             f"`{step.name}` calls the host, and its replicas have several devices, "
             f"{sizes}: JAX calls none from programs that XLA divides over them.\n"
@@ -277,7 +277,7 @@ def _callback(step: TracedStep, eqn: Equation) -> Iterator[Exception]:
 
 def _print(step: TracedStep, eqn: Equation) -> Iterator[Exception]:
     """An error for an ordered print on several devices."""
-    count = len(step.trace.replicas.all_devices)
+    count = len(step.replicas.all_devices)
     # A callback says so in its effect only (JAX 0.10 and 0.12).
     is_ordered = eqn.params.get("ordered") or (
         str(eqn.params.get("effect", "")) == "OrderedDebug"
@@ -330,7 +330,7 @@ def check(
         text.warn(message, DoubleReductionWarning, line)
     varying = unstated(step, expect_mirrored)
     for path, message, line in forgotten_reductions(step, varying):
-        if step.trace.replicas.state_sharding is not None:
+        if step.replicas.state_sharding is not None:
             # A varying value cannot be sharded over the replicas.
             raise NotMirroredError(message, path=path, line=line and str(line))
         if NotMirroredWarning not in warned:

@@ -145,7 +145,7 @@ def updated_arguments(step: TracedStep) -> dict[int, int]:
     that are equal on all replicas.
     """
     outputs = {at: n for n, (at, _) in enumerate(step.results.array_paths())}
-    inputs = {a: i for i, a in enumerate(step.inputs) if a is not None}
+    inputs = step.input_of
     leaves = [r for r in enumerate(step.signature.roles) if r[1] is not Role.MASK]
     numbers = {at: n for n, at in enumerate(step.signature.dynamic)}
     # For each leaf of the arguments its index among arrays, by role.
@@ -257,7 +257,7 @@ def unstated(
     step: TracedStep, expected: PyTree
 ) -> dict[int, tuple[KeyPath, Replication]]:
     """Results that vary and have no entry in `expected`, by their index of leaves."""
-    if step.num_replicas == 1:
+    if step.replicas.count == 1:
         return {}
     return {
         position: (keys, state)

@@ -188,7 +188,7 @@ def _collectives(step: TracedStep) -> Iterator[ExplainedCollective]:
         yield from _per_replica_collectives(step.partitioned)
         yield from _global_collectives(step, step.partitioned)
         return
-    replicas = step.trace.replicas
+    replicas = step.replicas
     between: dict[tuple[str, ...], tuple[DeviceExchange, ...]] = {}
     for each in step.findings.collectives:
         eqn, exchanged = each.site.eqns[0], None
@@ -392,7 +392,7 @@ def _global_collectives(
     for exchange in outside.exchanges:
         site, why = partitioned.site(exchange.eqns), "of parts"
         yield _collective(exchange.kind, [exchange.type], site, why=why, **more)
-    varies = zip(step.results.array_paths(), step.trace.varies, strict=True)
+    varies = zip(step.results.array_paths(), step.varies, strict=True)
     names = [step.path(keys) for (_, keys), differs in varies if not differs]
     for var in partitioned.variables:
         # Without a layout, it is passed through.
@@ -435,7 +435,7 @@ def _sharding(
     step: TracedStep, leaves: Sequence[Leaf], collectives: Sequence[ExplainedCollective]
 ) -> ExplainedSharding | None:
     """The shardings of state, and the collectives for them; None without any."""
-    replicas, partitioned = step.trace.replicas, step.partitioned
+    replicas, partitioned = step.replicas, step.partitioned
     chosen = replicas.state_sharding
     is_divided = isinstance(partitioned, PartitionedStep)
     if is_divided:
@@ -455,8 +455,8 @@ def _sharding(
         ]
         state += [
             (f"variable {each.name!r}", each.cell, whole, inner_spec(each, replicas))
-            for each in step.trace.variables
-            if each in step.trace.used and each.copies_must_agree
+            for each in step.used_inputs.values()
+            if each.copies_must_agree
         ]
         lie = [whole] * len(step.outputs)
         placements = [step.output_shardings.get(i) for i in range(len(step.outputs))]
@@ -472,7 +472,7 @@ def _sharding(
         leaves=tuple(_leaf(*leaf, replicas) for leaf in state),
         results=tuple(
             _leaf(*result, replicas)
-            for result, varies in zip(results, step.trace.varies, strict=True)
+            for result, varies in zip(results, step.varies, strict=True)
             if not varies
         ),
         collectives=tuple(each for each in collectives if each.cause != "step"),

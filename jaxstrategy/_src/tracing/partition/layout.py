@@ -43,7 +43,7 @@ def similar_arguments(step: TracedStep) -> dict[int, int]:
         alike.setdefault(_kind(step.type_of(argument)), []).append(argument)
     found: dict[int, int] = {}
     for number, (position, path) in enumerate(step.results.array_paths()):
-        if step.trace.varies[number]:
+        if step.varies[number]:
             continue
         candidates = alike.get(_kind(step.outputs[number]), ())
         argument = updated.get(position)
@@ -122,11 +122,10 @@ def layout_of(
     arguments: Sequence[Leaf],
 ) -> Layout:
     """Chooses the layout of a step."""
-    trace, replicas = step.trace, step.trace.replicas
+    replicas = step.replicas
     similar = similar_arguments(step)
     state = frozenset(similar.values())
-    pairs = zip(trace.inputs, invars, strict=False)
-    vars_ = {index: var for index, var in pairs if index is not None}
+    vars_ = {index: invars[number] for index, number in step.input_of.items()}
 
     def division(index: int) -> LeafSharding:
         taken = inner_dimensions(arguments[index], replicas)
@@ -152,16 +151,17 @@ def layout_of(
         inner = inner_spec(arguments[index], replicas)
         kind = step.type_of(index)
         leaves[index] = LeafLayout(label, kind, sharding_of(index), inner)
-    for index, variable in enumerate(trace.variables, start=len(arguments)):
-        if variable in trace.used and variable.copies_must_agree:
+    by_var = {vars_[index]: leaf for index, leaf in leaves.items()}
+    for number, variable in step.used_inputs.items():
+        if variable.copies_must_agree:
             aval = jax.ShapeDtypeStruct(variable.cell.shape, variable.dtype)
             label = functools.partial("variable {!r}".format, variable.name)
             inner = inner_spec(variable, replicas)
-            leaves[index] = LeafLayout(label, aval, variable.division, inner)
+            by_var[invars[number]] = LeafLayout(label, aval, variable.division, inner)
     results = [
         leaves[similar[number]].sharding
         if number in similar
-        else LeafSharding(None, _UNLIKE[trace.varies[number]])
+        else LeafSharding(None, _UNLIKE[step.varies[number]])
         for number in range(len(step.outputs))
     ]
     inner = [
@@ -180,12 +180,12 @@ def layout_of(
         else None
         for number, result in enumerate(results)
     ]
-    chosen = {index: leaf.sharding.dimension for index, leaf in leaves.items()}
     # References are replicated while the replicas use them.
     inputs = {
-        vars_[index]: dimension
-        for index, dimension in chosen.items()
-        if dimension is not None and not isinstance(vars_[index].aval, AbstractRef)
+        var: dimension
+        for var, leaf in by_var.items()
+        if (dimension := leaf.sharding.dimension) is not None
+        and not isinstance(var.aval, AbstractRef)
     }
     return Layout(
         inputs,
@@ -193,8 +193,8 @@ def layout_of(
         shardings,
         inner,
         shardable,
-        {index: chosen[index] for index in state},
-        {vars_[index]: leaf for index, leaf in leaves.items()},
+        {index: leaves[index].sharding.dimension for index in state},
+        by_var,
     )
 
 
@@ -205,7 +205,7 @@ def output_shardings(
     step: TracedStep, leaves: Sequence[Leaf]
 ) -> dict[int, NamedSharding]:
     """For each result that is similar to an argument the argument's sharding."""
-    replicas = step.trace.replicas
+    replicas = step.replicas
     shardings: dict[int, NamedSharding] = {}
     for number, argument in similar_arguments(step).items():
         leaf = leaves[argument]

@@ -49,8 +49,7 @@ from jaxstrategy._src.tracing.partition.per_replica_part import (
 )
 from jaxstrategy._src.tracing.replication.rules import analyse, varying
 from jaxstrategy._src.tracing.replication.types import Collective, Site
-from jaxstrategy._src.tracing.trace import Evaluate
-from jaxstrategy._src.tracing.traced_step import TracedStep
+from jaxstrategy._src.tracing.traced_step import Evaluate, TracedStep
 from jaxstrategy._src.tracing.vmapped.replicas import on_replicas
 from jaxstrategy._src.values.arrays import Function, Leaf
 from jaxstrategy._src.values.per_replica import PerReplica
@@ -62,24 +61,22 @@ class PartitionedStep:
     """A step in two parts: what each replica computes, and what is computed once."""
 
     def __init__(self, step: TracedStep, arguments: Sequence[Leaf]) -> None:
-        trace = step.trace
-        self._trace = trace
-        self.replicas = self._replicas = trace.replicas
-        self._has_prints = has_prints(trace.jaxpr, self._replicas)
-        whole = with_merges(trace.jaxpr) if self._has_prints else trace.jaxpr
+        self._step = step
+        self.replicas = self._replicas = step.replicas
+        self._has_prints = has_prints(step.jaxpr, self._replicas)
+        whole = with_merges(step.jaxpr) if self._has_prints else step.jaxpr
         inlined = inline_calls(whole)
         self._constants, self._calls = inlined.constants, inlined.calls
         references = [
             index
-            for index, layout in enumerate(trace.layouts)
+            for index, each in enumerate(step.inputs)
             if isinstance(inlined.jaxpr.invars[index].aval, AbstractRef)
-            and layout is REPLICATED
+            and each.layout is REPLICATED
         ]
         self._values = with_values(inlined.jaxpr, references)
         jaxpr = self.jaxpr = self._values.jaxpr
-        varies = [self._replicas.differ(layout) for layout in trace.layouts]
-        self._differs = varies + [False] * len(self._constants)
-        self._varies = varying(jaxpr, self._differs, self._replicas, trace.unpacking)
+        self._differs = step.differs + [False] * len(self._constants)
+        self._varies = varying(jaxpr, self._differs, self._replicas, step.unpacking)
         self.partition: Partition = partition(
             jaxpr, self._varies, lambda eqn: shard_function(eqn) is not None
         )
@@ -87,10 +84,10 @@ class PartitionedStep:
         self.reduce_scatters: ReduceScatters = reduce_scatters_of(
             jaxpr, self.partition, self.layout, self._replicas
         )
-        part, count = self.partition, len(trace.varies)
+        part, count = self.partition, len(step.varies)
         results, values = jaxpr.outvars[:count], jaxpr.outvars[count:]
-        same = [number for number in range(count) if not trace.varies[number]]
-        differ = [number for number in range(count) if trace.varies[number]]
+        same = [number for number in range(count) if not step.varies[number]]
+        differ = [number for number in range(count) if step.varies[number]]
         self._varying_results = [results[number] for number in differ]
         # Results and new values of variables that are equal on all replicas.
         self._common_results = [*(results[number] for number in same), *values]
@@ -140,7 +137,7 @@ class PartitionedStep:
             self._differs,
             replicas.axes,
             replicas.count,
-            unpacking=self._trace.unpacking,
+            unpacking=self._step.unpacking,
             mesh=replicas.mesh,
         )
         return [found for found in findings.collectives if not found.is_merge]
@@ -178,8 +175,8 @@ class PartitionedStep:
         references: dict[Cell, jax.Ref],
         instrument: Callable[[Evaluate], Evaluate],
     ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:
-        """As `Trace.evaluate`, with arrays sharded as the layout says."""
-        inputs = self._trace.operands(leaves, references) + self._constants
+        """As `TracedStep.evaluate`, with arrays sharded as the layout says."""
+        inputs = self._step.operands(leaves, references) + self._constants
         refs = {i: inputs[i] for i in self._values.replaced if inputs[i] is not None}
         for index, reference in refs.items():
             inputs[index] = reference[...]
@@ -194,7 +191,7 @@ class PartitionedStep:
         varying, equal = iter(varying_results), iter(common[:count])
         results = [
             PerReplica(next(varying)) if varies else next(equal)
-            for varies in self._trace.varies
+            for varies in self._step.varies
         ]
         return self.constrained(results), outputs
 
@@ -224,8 +221,8 @@ class PartitionedStep:
             function = retrace_axis_indices(replica)
         if self._has_prints:
             function = with_numbered_prints(function, replicas)
-        pairs = zip(self.jaxpr.invars, self._trace.layouts, strict=False)
-        layouts: dict[Var, LayoutOrDimension] = dict(pairs)
+        pairs = zip(self.jaxpr.invars, self._step.inputs, strict=False)
+        layouts: dict[Var, LayoutOrDimension] = {v: x.layout for v, x in pairs}
         layout = [self.layout.inputs.get(v, layouts.get(v, REPLICATED)) for v in read]
         run = on_replicas(function, replicas, layout, returned)
         varying, crossing, outputs = run(*(known[var] for var in read))

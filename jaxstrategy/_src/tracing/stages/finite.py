@@ -32,8 +32,7 @@ from jaxstrategy._src.tracing.jaxprs import (
 )
 from jaxstrategy._src.tracing.replication.control import scan_counts
 from jaxstrategy._src.tracing.replication.types import Site
-from jaxstrategy._src.tracing.trace import Evaluate
-from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
+from jaxstrategy._src.tracing.traced_step import Evaluate, ReplicaStep, TracedStep
 from jaxstrategy._src.values.arrays import Value
 
 _INLINED = frozenset(

@@ -44,8 +44,8 @@ from jaxstrategy._src.tracing.signature import (
     must_check_first,
 )
 from jaxstrategy._src.tracing.stages.finite import Finite
-from jaxstrategy._src.tracing.trace import Evaluate, shards_state
-from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
+from jaxstrategy._src.tracing.trace import shards_state
+from jaxstrategy._src.tracing.traced_step import Evaluate, ReplicaStep, TracedStep
 from jaxstrategy._src.values import arrays, arrays as _arrays
 from jaxstrategy._src.values.arrays import Leaf
 from jaxstrategy._src.values.trees import is_object
@@ -678,7 +678,7 @@ class VariableArguments:
 
     def traced(self, step: TracedStep, is_traced: bool) -> bool:
         """Adds the variables of a trace; returns whether the arguments changed."""
-        used = step.trace.used
+        used = step.used
         on_death = weak_method(self, VariableArguments._drop_all)
         known = {ref() for ref in self._used}
         watched = (v for v in (*used, *step.results.variables) if v not in known)
