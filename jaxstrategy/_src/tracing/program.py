@@ -8,9 +8,10 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer, eval_context
 from jax.sharding import NamedSharding
@@ -27,19 +28,21 @@ from jaxstrategy._src.tracing.partition.layout import output_shardings
 from jaxstrategy._src.tracing.partition.partitioned_step import PartitionedStep
 from jaxstrategy._src.tracing.saved_step import (
     Obtain,
-    OutdatedCall,
     Preparation,
     PreparedCall,
+    outdated,
     traced_caller,
 )
 from jaxstrategy._src.tracing.signature import Role, Signature, must_check_first
 from jaxstrategy._src.tracing.stages.finite import Finite
 from jaxstrategy._src.tracing.stages.stages import (
+    ConstantObjects,
+    MaskArguments,
     Placement,
-    Stages,
     VariableArguments,
     VariableBuffers,
     count_dispatch,
+    must_count,
 )
 from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
 from jaxstrategy._src.values.arrays import Leaf, PyTree, TreeStructure
@@ -59,8 +62,13 @@ class Program:
     ) -> None:
         self._step = step
         self._on_trace = on_trace
-        self._stages = Stages(step, options)
-        self._donated = self._stages.donated
+        self._donated = frozenset(step.signature.donated(options.donated))
+        self._masks = MaskArguments(step)
+        self._objects = ConstantObjects(step)
+        self._is_counted = must_count(step.replicas.all_devices)
+        self._finite: Finite | None = None
+        if options.check_finite:
+            self._finite = Finite(step, with_infinities=options.check_finite != "nan")
         self.placement = Placement(step, self._donated)
         self._variables = VariableArguments(step, weak_method(self, Program._compile))
         # Held while tracing: a trace decides which variables are arguments.
@@ -84,14 +92,13 @@ class Program:
         try:
             executable = self.executable
             if executable.is_plain:  # the usual case, kept short
-                return executable(leaves, inputs)
+                return self._call(executable, leaves, inputs)
             return self._dispatch(leaves, inputs)
         except (NotTraced, Retraced):
             pass  # out of the block: not to be the context of later errors
         except jax.errors.JaxRuntimeError:
-            self.placement.check_once(
-                leaves
-            )  # JAX 0.10 raises it for an array donated twice
+            # JAX 0.10 raises it for an array donated twice.
+            self.placement.check_once(leaves)
             raise
         except ValueError:
             # JAX raises it for an array with another sharding, which is to be moved, or
@@ -99,6 +106,67 @@ class Program:
             if self.is_placed(leaves) and not self._is_newly_inside():
                 raise
         return self.place_and_call(leaves)
+
+    def call_bare(
+        self,
+        executable: Executable,
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
+    ) -> PyTree:
+        """The step's results, without a look at leaves other than `PerReplica`s."""
+        layout, traces = self.layout, self._traces
+        # To JAX keyword arguments are one more argument, a dict as others may be.
+        if bool(kwargs) is not layout.has_keywords:
+            raise NotTraced
+        inputs = (*args, kwargs) if kwargs else args
+        for number, structure, pairs in layout.per_replica:
+            # JAX would move those of another strategy.
+            leaves = structure.flatten_up_to(inputs[number])
+            shardings = self.placement.last_shardings
+            for position, index in pairs:
+                sharding, expected = leaves[position].sharding, shardings[index]
+                if sharding is not expected and sharding != expected:
+                    raise NotTraced
+        traces.inputs = inputs
+        try:
+            results, _, _ = executable.compiled(*inputs)
+        finally:
+            traces.inputs = ()
+        return (
+            _signature.unwrap_non_arrays(results) if traces.has_non_arrays else results
+        )
+
+    def _call(
+        self, executable: Executable, leaves: Sequence[Leaf], inputs: Sequence[PyTree]
+    ) -> PyTree:
+        """The step's results for leaves that are placed."""
+        finite, traces, buffers = self._finite, self._traces, executable.buffers
+        if self.placement.must_check_first:
+            self.placement.check_once(leaves)
+        if executable.masks is not None:
+            executable.masks.check(leaves)
+        before_call = () if finite is None else self._variables.in_references()
+        values = () if buffers.is_empty else buffers.values()
+        traces.inputs = inputs
+        try:
+            results, outputs, new_values = executable.compiled(*inputs, *values)
+        finally:
+            traces.inputs = ()
+        if finite is not None:
+            try:
+                finite.check(outputs[-1])
+            except Exception:
+                # References were changed in place; other variables are unchanged.
+                for reference, value in before_call:
+                    reference[...] = value
+                raise
+        if new_values:
+            buffers.store(new_values)
+        if self._is_counted:
+            count_dispatch(outputs[0])
+        return (
+            _signature.unwrap_non_arrays(results) if traces.has_non_arrays else results
+        )
 
     def is_placed(self, leaves: Sequence[Leaf]) -> bool:
         """Whether live arrays have the shardings that the program needs."""
@@ -116,7 +184,12 @@ class Program:
     def lower(self, leaves: Sequence[Leaf]) -> Lowered:
         """The program, lowered; `leaves` may be types of arrays."""
         with self._traced_for(leaves) as (_, placed):
-            return self.executable.lower(placed)
+            return self._lower(placed)
+
+    def _lower(self, types: Sequence[jax.ShapeDtypeStruct]) -> Lowered:
+        compiled, buffers = self.executable[:2]
+        assert isinstance(compiled, Wrapped), "it is compiled already"
+        return compiled.lower(*self.layout.inputs(types), *buffers.values())
 
     def prepare(self, leaves: Sequence[Leaf], obtain: Obtain) -> None:
         """Compiles ahead of time for arguments of these types, and for no others."""
@@ -124,21 +197,21 @@ class Program:
         self.layout = InputLayout(self._step.signature, self._donated, is_flat=True)
         self._compile()
         with self._traced_for(leaves) as (step, placed):
-            executable = self.executable
-            buffers = self._variables.buffers
+            buffers, finite = self._variables.buffers, self._finite
             names = {variable.cell: variable.name for variable in step.used}
+            added = ["Counted"] * self._is_counted
             preparation = Preparation(
                 step,
                 inputs=[*placed, *buffers.values()],
                 variables=[names[cell] for cell in buffers.cells],
-                stages=self._stages.description,
-                must_be_lowered=self._stages.finite is not None,
+                stages=", ".join([*added, *([finite.kind] if finite else [])]),
+                must_be_lowered=finite is not None,
                 compiler_options=self._compiler_options,
-                lower=functools.partial(executable.lower, placed),
+                lower=functools.partial(self._lower, placed),
             )
             prepared = PreparedCall(obtain(preparation), preparation)
             self._is_prepared = True
-            self.executable = Executable(prepared, self)
+            self._set_compiled(prepared)
 
     @contextlib.contextmanager
     def _traced_for(
@@ -182,7 +255,7 @@ class Program:
     ) -> TracedStep:
         """`step` for the call in progress; raises if `jax.jit` must be called again."""
         # After a trace something else may be found about the same call.
-        self._stages.masks.check(leaves)
+        self._masks.check(leaves)
         if self._adapt(step, is_traced, leaves):
             raise Retraced(step)
         return step
@@ -218,19 +291,19 @@ class Program:
             if self._is_prepared and access.is_traced():
                 raise CompiledStepError(traced_caller(self._name))
             # Both are called: each remembers what has changed.
-            if self.executable.is_outdated() | self._variables.drop_references():
+            if self._objects.is_outdated() | self._variables.drop_references():
                 self._compile()
-            return self.executable(leaves, inputs)
+            return self._call(self.executable, leaves, inputs)
 
     def _trace(self, leaves: Sequence[Leaf]) -> TracedStep:
         """Traces the step for arguments of these types, and checks the trace."""
-        step = self._step.trace(leaves, self._stages.masks.tracing)
+        step = self._step.trace(leaves, self._masks.tracing)
         step.donated = self._donated
         _announce_slow_compilation(step.name, step.jaxpr)
         found = list(constants(step.closed))
         self.placement.check_captured(found)
         self._on_trace(step)
-        self._stages.objects.traced(found)
+        self._objects.traced(found)
         if step.is_partitioned:
             step.partitioned = PartitionedStep(step, leaves)
         elif step.replicas.inner_axes:
@@ -245,8 +318,20 @@ class Program:
         if has_changed:
             self._compile()
         else:
-            self.executable = Executable(self.executable.compiled, self)
+            self._set_compiled(self.executable.compiled)
         return has_changed
+
+    def _set_compiled(self, compiled: Callable[..., _Returned]) -> None:
+        variables, placement = self._variables, self.placement
+        masks = self._masks if self._masks.is_active else None
+        is_plain = not (variables.are_used or self._objects.are_used)
+        needs_leaves = placement.is_open or placement.must_check_first or masks
+        needs_leaves = needs_leaves or self._finite or self._is_counted
+        is_bare = is_plain and variables.buffers.is_empty and not needs_leaves
+        is_bare = is_bare and self.layout.structure is not None
+        self.executable = Executable(
+            compiled, variables.buffers, masks, is_plain, is_bare
+        )
 
     @property
     def _compiler_options(self) -> dict[str, str]:
@@ -261,14 +346,14 @@ class Program:
     def _compile(self) -> None:
         """Replaces the jitted function, which compiles at its next call."""
         if self._is_prepared:
-            self.executable = Executable(OutdatedCall(self._name), self)
+            self._set_compiled(outdated(self._name))
             return
         buffers = self._variables.buffers
         layout = self.layout
         donated = [*layout.donated]
         donated += range(layout.count, layout.count + len(buffers.local_cells))
         # A call that raises after it ran leaves arguments and variables unchanged.
-        if self._stages.finite is not None:
+        if self._finite is not None:
             donated = []
         # JAX has no rule for references inside a jitted function with shardings inside
         # another jitted function (0.10 and 0.12). So each call checks its arguments; so
@@ -284,11 +369,12 @@ class Program:
             layout,
             self._traces,
             buffers,
-            self._stages,
+            self._finite,
+            self._is_counted,
             donate_argnums=donated,
             **options,
         )
-        self.executable = Executable(compiled, self)
+        self._set_compiled(compiled)
 
 
 # Of a sum, 500 arrays take 2.5 s of processor time to compile, 2,000 take 17 s.
@@ -465,91 +551,14 @@ def _type(array: jax.Array) -> tuple[tuple[int, ...], np.dtype, bool]:
     return array.shape, array.dtype, getattr(array, "weak_type", False)
 
 
-@final
-class Executable:
-    """A compiled step with what is done around each call; thread-safe."""
+class Executable(NamedTuple):
+    """A compiled step and what its calls need; replaced as a whole, by any thread."""
 
-    def __init__(
-        self,
-        compiled: Wrapped | PreparedCall | OutdatedCall,
-        program: Program,  # not kept
-    ) -> None:
-        self._layout = layout = program.layout
-        self._traces = program._traces
-        self.compiled = compiled
-        variables, stages = program._variables, program._stages
-        placement = program.placement
-        self._buffers = variables.buffers
-        self._has_variables = not self._buffers.is_empty
-        self._in_references = variables.in_references
-        self._check_once = placement.check_once if placement.must_check_first else None
-        self._masks = stages.masks if stages.masks.is_active else None
-        self._finite = stages.finite
-        self._is_counted = stages.is_counted
-        # Whether the program must be compiled again.
-        self.is_outdated = stages.objects.is_outdated
-        self.is_plain = not (variables.are_used or stages.objects.are_used)
-        hooks = (self._check_once, self._masks, self._finite, self._is_counted)
-        self._shardings = placement.last_shardings
-        needs_leaves = placement.is_open or any(hooks) or layout.structure is None
-        self.is_bare = self.is_plain and not (needs_leaves or self._has_variables)
-
-    def __call__(self, leaves: Sequence[Leaf], inputs: Sequence[PyTree]) -> PyTree:
-        """The step's results for leaves that are placed."""
-        if self._check_once is not None:
-            self._check_once(leaves)
-        if self._masks is not None:
-            self._masks.check(leaves)
-        before_call = self._in_references() if self._finite is not None else ()
-        values = self._buffers.values() if self._has_variables else ()
-        self._traces.inputs = inputs
-        try:
-            results, outputs, new_values = self.compiled(*inputs, *values)
-        finally:
-            self._traces.inputs = ()
-        if self._finite is not None:
-            try:
-                self._finite.check(outputs[-1])
-            except Exception:
-                # References were changed in place; other variables are unchanged.
-                for reference, value in before_call:
-                    reference[...] = value
-                raise
-        if new_values:
-            self._buffers.store(new_values)
-        if self._is_counted:
-            count_dispatch(outputs[0])
-        has_non_arrays = self._traces.has_non_arrays
-        return _signature.unwrap_non_arrays(results) if has_non_arrays else results
-
-    def call_bare(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
-        """The step's results, without a look at leaves other than `PerReplica`s."""
-        # To JAX keyword arguments are one more argument, a dict as others may be.
-        if bool(kwargs) is not self._layout.has_keywords:
-            raise NotTraced
-        inputs = (*args, kwargs) if kwargs else args
-        for number, structure, pairs in self._layout.per_replica:
-            # JAX would move those of another strategy.
-            leaves = structure.flatten_up_to(inputs[number])
-            for position, index in pairs:
-                sharding, expected = leaves[position].sharding, self._shardings[index]
-                if sharding is not expected and sharding != expected:
-                    raise NotTraced
-        traces = self._traces
-        traces.inputs = inputs
-        try:
-            results, _, _ = self.compiled(*inputs)
-        finally:
-            traces.inputs = ()
-        return (
-            _signature.unwrap_non_arrays(results) if traces.has_non_arrays else results
-        )
-
-    def lower(self, types: Sequence[jax.ShapeDtypeStruct]) -> Lowered:
-        """The jitted function, lowered for arguments of these types."""
-        inputs = self._layout.inputs(types)
-        assert isinstance(self.compiled, Wrapped), "it is compiled already"
-        return self.compiled.lower(*inputs, *self._buffers.values())
+    compiled: Callable[..., _Returned]
+    buffers: VariableBuffers
+    masks: MaskArguments | None  # that are to be checked
+    is_plain: bool  # without variables
+    is_bare: bool  # nothing is done around calls
 
 
 def jitted(
@@ -557,22 +566,23 @@ def jitted(
     layout: InputLayout,
     traces: TraceProvider,
     buffers: VariableBuffers,
-    stages: Stages,
+    finite: Finite | None,
+    is_counted: bool,
     **options: Any,
 ) -> Wrapped:
-    """The jitted function that an `Executable` calls."""
+    """The jitted function that a `Program` calls."""
 
     def evaluated(
         step: TracedStep, finite: Finite | None, *inputs: jax.Array
     ) -> _Returned:
         count = len(step.signature.dynamic)
         references = buffers.references(inputs[count:])
-        arrays, outputs = step.evaluate(
-            inputs[:count],
-            references,
-            lambda evaluate: stages.instrument(step, evaluate, finite),
-            is_whole=finite is not None,
-        )
+        checked = None
+        if finite is not None:
+            checked = functools.partial(finite.evaluate, step)
+        arrays, outputs = step.evaluate(inputs[:count], references, checked)
+        if is_counted:  # the first output is ready when the step is done
+            outputs = [jnp.zeros((), jnp.int8), *outputs]
         return step.results.rebuild(arrays), outputs, buffers.frozen(references)
 
     def program(*inputs: PyTree) -> _Returned:
@@ -583,12 +593,12 @@ def jitted(
         step = traces.get(inputs)
         has_nan_checks = jax.config.jax_debug_nans or jax.config.jax_debug_infs
         if access.is_traced() or not has_nan_checks:
-            return evaluated(step, stages.finite, *inputs)
+            return evaluated(step, finite, *inputs)
         # `jax_debug_nans` calls this again after it found a NaN.
-        finite = Finite(step.replica_step, bool(jax.config.jax_debug_infs))
+        found = Finite(step.replica_step, bool(jax.config.jax_debug_infs))
         with jax.debug_nans(False), jax.debug_infs(False):
-            returned = jax.jit(functools.partial(evaluated, step, finite))(*inputs)
-            finite.check(returned[1][-1])
+            returned = jax.jit(functools.partial(evaluated, step, found))(*inputs)
+            found.check(returned[1][-1])
         return returned
 
     program.__name__ = program.__qualname__ = name

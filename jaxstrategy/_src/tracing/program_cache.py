@@ -426,7 +426,7 @@ class ProgramCache:
         program = self._fast_path
         if program is not None and (executable := program.executable).is_bare:
             try:
-                return executable.call_bare(args, kwargs)
+                return program.call_bare(executable, args, kwargs)
             except Exception as error:
                 if not self._is_fast_path_miss(program, error, (args, kwargs)):
                     raise

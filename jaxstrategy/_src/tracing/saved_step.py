@@ -154,19 +154,17 @@ def _described(sharding: Any) -> str:
     return f"{spec} on {where}" if spec is not None else where
 
 
-@final
-class OutdatedCall:
+def outdated(name: str) -> Callable[..., NoReturn]:
     """Replaces a program whose variables or constants have changed: calls raise."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, *inputs: Leaf) -> NoReturn:
+    def call(*inputs: Leaf) -> NoReturn:
         raise CompiledStepError(
-            f"`{self._name}` was compiled ahead of time, and a variable that it uses "
+            f"`{name}` was compiled ahead of time, and a variable that it uses "
             "is gone or has become a `jax.Ref`, or an object whose arrays are "
             "constants of it has changed. Compile it again."
         )
+
+    return call
 
 
 def traced_caller(name: str) -> str:

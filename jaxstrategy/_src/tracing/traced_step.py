@@ -233,7 +233,7 @@ def _layout(variable: Variable, replicas: Replicas) -> ReplicaLayout:
     return STACKED if has_copies else REPLICATED
 
 
-# One replica's inputs -> its results, and the outputs of stages.
+# One replica's inputs -> its results, and what was found about them.
 Evaluate = Callable[[Sequence[Leaf]], tuple[list[jax.Array], list[jax.Array]]]
 
 
@@ -302,22 +302,23 @@ class TracedStep(NamedResults):
         self,
         leaves: Sequence[Leaf],
         references: dict[Cell, jax.Ref],
-        instrument: Callable[[Evaluate], Evaluate],
-        is_whole: bool = False,
+        checked: Evaluate | None = None,
     ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:
-        """The step's results on all replicas, and the outputs of stages."""
-        if self.partitioned is not None and not is_whole:
-            return self.partitioned.evaluate(leaves, references, instrument)
+        """The step's results on all replicas, and what `checked` finds."""
+        if self.partitioned is not None and checked is None:
+            return self.partitioned.evaluate(leaves, references), []
         operands = self.operands(leaves, references)
         used = [i for i, each in enumerate(operands) if each is not None]
         varies = self.varies
 
         def replica(*locals_: Leaf) -> tuple[list[jax.Array], list[jax.Array]]:
-            jaxpr = with_numbers(self.jaxpr, self.replicas)
-            step = core.jaxpr_as_fun(closed(jaxpr))
-            evaluate = instrument(lambda inputs: (step(*inputs), []))
-            inputs = dict(zip(used, locals_, strict=True))
-            returned, outputs = evaluate([inputs.get(i) for i in range(len(operands))])
+            by_number = dict(zip(used, locals_, strict=True))
+            inputs = [by_number.get(i) for i in range(len(operands))]
+            if checked is None:
+                jaxpr = closed(with_numbers(self.jaxpr, self.replicas))
+                returned, outputs = core.jaxpr_as_fun(jaxpr)(*inputs), []
+            else:
+                returned, outputs = checked(inputs)
             arrays = [
                 jax.lax.expand_dims(array, (0,)) if differs else array
                 for array, differs in zip(returned, varies, strict=True)

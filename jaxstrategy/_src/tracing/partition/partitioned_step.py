@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import final
 
@@ -49,9 +49,9 @@ from jaxstrategy._src.tracing.partition.per_replica_part import (
 )
 from jaxstrategy._src.tracing.replication.rules import analyse, varying
 from jaxstrategy._src.tracing.replication.types import Collective, Site
-from jaxstrategy._src.tracing.traced_step import Evaluate, TracedStep
+from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.tracing.vmapped.replicas import on_replicas
-from jaxstrategy._src.values.arrays import Function, Leaf
+from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.variables.access import Cell
 
@@ -173,15 +173,14 @@ class PartitionedStep:
         self,
         leaves: Sequence[Leaf],
         references: dict[Cell, jax.Ref],
-        instrument: Callable[[Evaluate], Evaluate],
-    ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:
+    ) -> list[jax.Array | PerReplica]:
         """As `TracedStep.evaluate`, with arrays sharded as the layout says."""
         inputs = self._step.operands(leaves, references) + self._constants
         refs = {i: inputs[i] for i in self._values.replaced if inputs[i] is not None}
         for index, reference in refs.items():
             inputs[index] = reference[...]
         known: dict[Var, Leaf] = dict(zip(self.jaxpr.invars, inputs, strict=True))
-        varying_results, crossing, outputs = self._per_replica(known, instrument)
+        varying_results, crossing = self._per_replica(known)
         known.update(zip(self._crossing, crossing, strict=True))
         common = self._sharded(self._computed_once(known))
         count = len(self._common_results) - len(self._values.replaced)
@@ -193,26 +192,30 @@ class PartitionedStep:
             PerReplica(next(varying)) if varies else next(equal)
             for varies in self._step.varies
         ]
-        return self.constrained(results), outputs
+        return self.constrained(results)
 
     def _per_replica(
-        self, known: dict[Var, Leaf], instrument: Callable[[Evaluate], Evaluate]
-    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-        """The varying results, `_crossing`, and the outputs of stages."""
+        self, known: dict[Var, Leaf]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The varying results, and `_crossing`."""
         read = [var for var in self._read_per_replica if known[var] is not None]
-        evaluate = instrument(lambda inputs: (self._one_replica(read, inputs), []))
-        count = len(self._varying_results)
 
-        def replica(*locals_: Leaf) -> tuple[list[jax.Array], list[jax.Array], list]:
-            returned, outputs = evaluate(locals_)
-            varying = [lax.expand_dims(array, (0,)) for array in returned[:count]]
+        def replica(*locals_: Leaf) -> PyTree:
+            inputs: dict[Var, Leaf] = dict(zip(read, locals_, strict=True))
+            values = self.per_replica_part.evaluate(inputs)
+            varying = [values.whole(atom) for atom in self._varying_results]
+            crossing = [
+                values.parts[v] if v in values.parts else values.whole(v)
+                for v in self._crossing
+            ]
             # Without any output XLA would run callbacks on one device only.
-            return varying, returned[count:], outputs or [jnp.zeros((), jnp.int8)]
+            output = jnp.zeros((), jnp.int8)
+            return [lax.expand_dims(x, (0,)) for x in varying], crossing, output
 
         replicas = self._replicas
         dimensions = self.per_replica_part.dimensions
         returned = (
-            [STACKED] * count,
+            [STACKED] * len(self._varying_results),
             [dimensions.get(var, REPLICATED) for var in self._crossing],
             REPLICATED,
         )
@@ -225,22 +228,8 @@ class PartitionedStep:
         layouts: dict[Var, LayoutOrDimension] = {v: x.layout for v, x in pairs}
         layout = [self.layout.inputs.get(v, layouts.get(v, REPLICATED)) for v in read]
         run = on_replicas(function, replicas, layout, returned)
-        varying, crossing, outputs = run(*(known[var] for var in read))
-        return varying, crossing, outputs
-
-    def _one_replica(
-        self, variables: Sequence[Var], inputs: Sequence[Leaf]
-    ) -> list[jax.Array]:
-        """The varying results of one replica, and `_crossing`."""
-        inputs_by_var = dict(zip(variables, inputs, strict=True))
-        values = self.per_replica_part.evaluate(inputs_by_var)
-        return [
-            *map(values.whole, self._varying_results),
-            *(
-                values.parts[v] if v in values.parts else values.whole(v)
-                for v in self._crossing
-            ),
-        ]
+        varying, crossing, _ = run(*(known[var] for var in read))
+        return varying, crossing
 
     def _computed_once(self, known: dict[Var, Leaf]) -> list[jax.Array]:
         """`_common_results`, computed by the global part."""

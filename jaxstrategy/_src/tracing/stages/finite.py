@@ -26,13 +26,12 @@ from jaxstrategy._src.tracing.jaxprs import (
     Atom,
     ClosedJaxpr,
     Equation,
-    Jaxpr,
     is_along,
     plain,
 )
 from jaxstrategy._src.tracing.replication.control import scan_counts
 from jaxstrategy._src.tracing.replication.types import Site
-from jaxstrategy._src.tracing.traced_step import Evaluate, ReplicaStep, TracedStep
+from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
 from jaxstrategy._src.values.arrays import Value
 
 _INLINED = frozenset(
@@ -74,21 +73,18 @@ class Finite:
         what = "NaN and Inf" if self.with_infinities else "NaN"
         return f"{type(self).__name__} ({what})"
 
-    def instrument(self, step: TracedStep, evaluate: Evaluate) -> Evaluate:
-        return lambda inputs: self._evaluate(step.jaxpr, inputs, step.sources)
-
     def number(self, origin: _Origin) -> int:
         """A number for `origin`, not 0, larger than those before."""
         self._origins.append(origin)
         return len(self._origins)
 
-    def _evaluate(
-        self, jaxpr: Jaxpr, inputs: Sequence[Value], sources: Sequence[str | None]
+    def evaluate(
+        self, step: TracedStep, inputs: Sequence[Value]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The outputs of `jaxpr`, and the first finding of each replica."""
+        """The results of one replica, and the first finding of each."""
         evaluation = _Evaluation(self, ())
         references = []
-        for value, source in zip(inputs, sources, strict=True):
+        for value, source in zip(inputs, step.sources, strict=True):
             if value is None:  # a variable that the step does not use
                 continue
             if isinstance(jax.typeof(value), AbstractRef):
@@ -97,7 +93,7 @@ class Finite:
             # Captured infinities are intended, as in a mask.
             origin = _Origin(source or "an array that it captured")
             evaluation.check(value, origin, source)
-        outputs = evaluation.run(plain(jaxpr), inputs)
+        outputs = evaluation.run(plain(step.jaxpr), inputs)
         for reference, source in references:
             origin = _Origin(source or "", is_end=True)
             evaluation.check(reference[...], origin, source)

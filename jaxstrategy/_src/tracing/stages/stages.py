@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import Any, final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
@@ -25,7 +24,6 @@ from jaxstrategy._src.errors import (
     RecompilationWarning,
 )
 from jaxstrategy._src.masks import BatchArray, StepMasks
-from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.replicas import devices, mesh
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.inner_axes import sharding_like
@@ -43,9 +41,8 @@ from jaxstrategy._src.tracing.signature import (
     is_before_jaxlib_012,
     must_check_first,
 )
-from jaxstrategy._src.tracing.stages.finite import Finite
 from jaxstrategy._src.tracing.trace import shards_state
-from jaxstrategy._src.tracing.traced_step import Evaluate, ReplicaStep, TracedStep
+from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
 from jaxstrategy._src.values import arrays, arrays as _arrays
 from jaxstrategy._src.values.arrays import Leaf
 from jaxstrategy._src.values.trees import is_object
@@ -259,45 +256,6 @@ class ConstantObjects:
                 RecompilationWarning,
             )
         return True
-
-
-@final
-class Stages:
-    """What a program does for a step besides computing it."""
-
-    def __init__(self, step: ReplicaStep, options: RunOptions) -> None:
-        self.donated = frozenset(step.signature.donated(options.donated))
-        self.masks = MaskArguments(step)
-        self.objects = ConstantObjects(step)
-        self.is_counted = must_count(step.replicas.all_devices)
-        self.finite: Finite | None = None
-        if options.check_finite:
-            self.finite = Finite(step, with_infinities=options.check_finite != "nan")
-
-    @property
-    def description(self) -> str:
-        """Equal if the same is added to a program."""
-        kinds = ["Counted"] * self.is_counted
-        return ", ".join([*kinds, *([self.finite.kind] if self.finite else [])])
-
-    def instrument(
-        self, step: TracedStep, evaluate: Evaluate, finite: Finite | None
-    ) -> Evaluate:
-        """In the compiled function: adds the outputs that are looked at after a call.
-
-        If calls are counted, the first one is ready when the step is done.
-        """
-        inner = evaluate if finite is None else finite.instrument(step, evaluate)
-        if not self.is_counted:
-            return inner
-
-        def with_token(
-            inputs: Sequence[Leaf],
-        ) -> tuple[list[jax.Array], list[jax.Array]]:
-            arrays, outputs = inner(inputs)
-            return arrays, [jnp.zeros((), jnp.int8), *outputs]
-
-        return with_token
 
 
 # Placed numbers are cached: a learning rate is often the same at each step, and placing
