@@ -1,5 +1,6 @@
 """Steps that run eagerly, each replica in a thread, compute what compiled ones do."""
 
+import functools
 import io
 import pdb
 import re
@@ -384,18 +385,33 @@ def test_a_merge_function_may_refer_to_what_is_equal(two):
     w = two.mirror(2.0)
 
     def step(x, w):
-        double = 2 * w
+        double = {"of w": [2 * w], "name": "w"}
+
+        def scaled(x, by=w):
+            return x * double["of w"][0] * by
 
         def merge(strategy, x):
-            return strategy.reduce("sum", x) * double
+            return scaled(strategy.reduce("sum", x))
 
-        return replica().merge_call(merge, (x,))
+        total = replica().merge_call(merge, (x,))
+        return total, double["of w"][0] + x  # as before on this replica
 
     x = two.per_replica([1.0, 2.0])
+    differ = {
+        "x": lambda x: lambda s: s.reduce("sum", x),
+        "n": lambda x: (lambda n: lambda s: n)(float(x)),
+        "args[0]": lambda x: functools.partial(lambda x, s: x, x),
+        "model": lambda x: (lambda model: lambda s: model.total[...])(counter()),
+    }
     with js.experimental.eager_replicas():
-        assert float(two.run(step, (x, w))) == 12
-        with pytest.raises(ValueError, match="refers to `x`, which differs between"):
-            two.run(lambda x: replica().merge_call(lambda s: s.reduce("sum", x)), (x,))
+        total, own = two.run(step, (x, w))
+        assert float(total) == 24 and [float(each) for each in own.values] == [5, 6]
+        for name, merge_fn in differ.items():
+            text = re.escape(f"refers to `{name}`, which differs between")
+            with pytest.raises(ValueError, match=text):
+                two.run(lambda x, of=merge_fn: replica().merge_call(of(x)), (x,))
+        with pytest.raises(ValueError, match="with different functions for `merge_f"):
+            two.run(lambda: replica().merge_call((len, sum)[number()]))
 
 
 # Operations of eager replicas are compiled once for all calls, and keep nothing.

@@ -1,4 +1,4 @@
-"""Eager steps: `eager_replicas`, and the arguments, variables, results of a call."""
+"""Eager steps: `eager_replicas`, and `EagerCall` of one step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import EllipsisType
 from typing import Any, TypeAlias, cast, final
@@ -29,11 +28,8 @@ from jaxstrategy._src.errors import (
 )
 from jaxstrategy._src.executors.replica_thread import (
     MERGE_CALL,
-    EagerOperands,
-    MergeCall,
     Rendezvous,
     ReplicaThread,
-    rendezvous,
     run_in_turns,
     thread_settings,
 )
@@ -44,13 +40,14 @@ from jaxstrategy._src.reductions.reduction import EagerCollective, Reduction
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.inner_axes import sharding_like
 from jaxstrategy._src.replicas.mesh import is_key
-from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.text import Line, shown
 from jaxstrategy._src.tracing import signature as _signature
 from jaxstrategy._src.tracing.checks import varying_results
+from jaxstrategy._src.tracing.function_cache import FunctionCache
 from jaxstrategy._src.tracing.functions import code as _code, rebinding
-from jaxstrategy._src.tracing.functions.references import Binding
+from jaxstrategy._src.tracing.functions.references import References
 from jaxstrategy._src.tracing.nnx.object_calls import (
+    ObjectCall,
     array_options,
     array_step,
     object_call,
@@ -148,131 +145,519 @@ _ADVICE = (
     "The replicas of all processes must call the same collectives in the same order, "
     "and all processes must be in `eager_replicas()`, or none."
 )
+_Returned: TypeAlias = tuple[list[jax.Array], Results]
+_Changes: TypeAlias = "list[tuple[Variable, list[_VariableCopy]]]"
+_NUMBERS = (bool, int, float, complex)
 
 
 @final
-class EagerSteps:
-    """Runs functions on the replicas of one strategy, each in a thread of its own."""
+class EagerCall:
+    """One call of a step whose replicas run eagerly, each in a thread of its own."""
 
     def __init__(
         self,
         strategy: AbstractStrategy,
         environment: StepEnvironment,
-        compiled: Callable[[Function, tuple[PyTree, ...]], PyTree],
+        programs: FunctionCache,
         processes: Processes | None,
+        fn: Function,
+        options: RunOptions | None,
     ) -> None:
-        self._strategy = strategy
-        self._environment = environment
-        self._compiled = compiled
         several = processes is not None and processes.count > 1
         self._processes = processes if several else None
+        self._strategy = strategy
+        self._environment = environment
+        self._replicas = environment.replicas
+        self._programs = programs
+        self._fn = fn
+        self._name = name_of(fn)
+        self._options = options or RunOptions()
+        self._changed: list[AttributeChange] = []
+        # The variables that the step uses, by `id`: a copy for each replica here.
+        self._copies: dict[int, tuple[Variable, list[_VariableCopy]]] = {}
 
-    def run(
-        self, fn: Function, arguments: Arguments, options: RunOptions | None
-    ) -> PyTree:
-        options = options or RunOptions()
-        call = _EagerCall(fn, arguments, options, self._environment)
-        if _arrays.is_traced() or any(isinstance(x, Tracer) for x in call.leaves):
+    def run(self, arguments: Arguments) -> PyTree:
+        """Calls the step in all replicas, and returns what they return together."""
+        captured = rebinding.references(self._fn)
+        try:
+            placed = self._place(arguments, {**captured.objects, **captured.arrays})
+        except PlacementError:
+            if not captured.arrays:
+                raise
+            # Captured arrays may lie where no argument may: they become constants.
+            placed = self._place(arguments, captured.objects)
+        if _arrays.is_traced() or any(isinstance(x, Tracer) for x in self._leaves):
             raise ContextError(
-                f"`{call.name}` was to be run in `eager_replicas()` by code that JAX "
+                f"`{self._name}` was to be run in `eager_replicas()` by code that JAX "
                 "traces (`jax.jit`, `jax.grad`, `jax.lax.scan` around `run`), where no "
                 "array has a value that the threads of replicas could go on with. Call "
                 "it outside of what is traced, or take the gradient inside of the step."
             )
-        replicas = self._strategy._replicas
-        agree = functools.partial(self._compare, call.name, message=None)
-        gather = functools.partial(self._gathered, call.name)
-        copies = _VariableCopies(replicas, call.name, gather)
+        self._columns = [
+            self._versions(leaf) if role is Role.PER_REPLICA else self._copies_of(leaf)
+            for leaf, role in zip(placed, self._roles, strict=True)
+        ]
         block = cast(EagerBlock, context.current().runs_eagerly)
-        settings = thread_settings(call.options, block.disable_jit, replicas)
-        columns = call.columns(replicas)
-
-        def body(place: int, thread: ReplicaThread) -> object:
-            leaves = [column[place] for column in columns]
-            with (
-                settings(thread.number),
-                context.entered(
-                    strategy=self._strategy,
-                    replica=ReplicaContext(self._strategy),
-                    in_step=True,
-                    updated=(),
-                    eager=thread,
-                    variables=_ReplicaVariables(copies, place, thread),
-                    trace=context.new_trace(),
-                ),
-                call.masks.tracing(leaves),
-            ):
-                returned = call.run(leaves)
-            return _signature.flatten_results(
-                returned, call.signature.statics, call.name
-            )
-
+        settings = thread_settings(self._options, block.disable_jit, self._replicas)
         threads = [
             ReplicaThread(
                 number,
-                jax.device_put(np.int32(number), replicas.place_of(number)),
-                replicas,
-                rendezvous,
-                functools.partial(body, place),
+                self._replicas,
+                functools.partial(self._run_replica, settings, place),
             )
-            for place, number in enumerate(replicas.local_ids)
+            for place, number in enumerate(self._replicas.local_ids)
         ]
+        self._agree("the beginning of an eager step")
+        run_in_turns(self._name, threads, self._answer, self._agree)
+        value = self._finish([cast(_Returned, each.result) for each in threads], block)
+        if self._masks.is_active:  # warns if rows that only fill up the batch counted
+            self._masks.check(self._leaves)
+        return value if self._objects is None else self._objects.finish(value)
 
-        def answer(waiting: Sequence[Rendezvous]) -> Sequence[object]:
-            values = [each.value for each in waiting]
-            if waiting[0].kind != MERGE_CALL:
-                return self._reduced(values)
-            copies.store(copies.changes())
-            return _Merger(replicas, call.name).merged(self._strategy, values)
+    def _place(
+        self, arguments: Arguments, captured: dict[str, object]
+    ) -> Sequence[Leaf]:
+        """Takes the arguments of a call, and returns them placed as for a program."""
+        call = object_call(arguments, captured)
+        step_fn, options = self._fn, self._options
+        if call is None:
+            call = ObjectCall(None, (), arguments)
+        else:
+            form = None if call.objects is None else call.objects.form
+            step_fn = array_step(lambda: self._fn, form, call.captured)
+        if call.objects is not None:
+            options = array_options(options)
+        self._step_fn, self._objects = step_fn, call.objects
+        self._expected = options.expect_mirrored
+        self._leaves, self._signature = _signature.flatten(step_fn, call.arguments)
+        step = ReplicaStep(
+            lambda: step_fn, self._environment, self._signature, lambda: False
+        )
+        self._roles = step.roles
+        self._masks = MaskArguments(step)
+        return Placement(step, frozenset()).placed(self._leaves)
 
-        agree("the beginning of an eager step")
-        run_in_turns(call.name, threads, answer, agree)
-        returned = [
-            cast("tuple[list[jax.Array], Results]", each.result) for each in threads
-        ]
-        results = _EagerResults(call, replicas, returned, gather)
-        results.check(call.expected)
-        changes = copies.changes()
-        key = id(self._strategy), id(_code.code_of(call.fn) or call.fn)
-        roles = zip(columns, call.roles, strict=True)
-        per_replica = [column for column, role in roles if role is Role.PER_REPLICA]
-        value = results.value(key, block, per_replica)
-        copies.store(changes)
-        if call.masks.is_active:  # warns if rows that only fill up the batch counted
-            call.masks.check(call.leaves)
-        return value if call.objects is None else call.objects.finish(value)
+    def _run_replica(
+        self,
+        settings: Callable[[int], contextlib.ExitStack],
+        place: int,
+        thread: ReplicaThread,
+    ) -> _Returned:
+        """Calls the step with the arguments of one replica."""
+        leaves = [column[place] for column in self._columns]
+        with (
+            settings(thread.number),
+            context.entered(
+                strategy=self._strategy,
+                replica=ReplicaContext(self._strategy),
+                in_step=True,
+                updated=(),
+                eager=thread,
+                variables=_ReplicaVariables(self, place, thread),
+                trace=context.new_trace(),
+            ),
+            self._masks.tracing(leaves),
+        ):
+            args, kwargs = self._signature.rebuild(leaves)
+            try:
+                returned = self._step_fn(*args, **kwargs)
+            except rebinding.Leak as leak:
+                raise leak.as_error() from None
+            except Exception as error:
+                better = self._translated(error)
+                if better is None:
+                    raise
+                raise better from error
+            if self._objects is not None:
+                results, parts = returned
+                returned = (
+                    results,
+                    [
+                        dataclasses.replace(
+                            x, changes=tuple(map(self._shared, x.changes))
+                        )
+                        for x in parts
+                    ],
+                )
+        return _signature.flatten_results(returned, self._signature.statics, self._name)
 
-    def _reduced(self, operands: Sequence[EagerOperands]) -> Sequence[object]:
+    def _shared(self, change: AttributeChange) -> AttributeChange:
+        """The equal change of an earlier replica in place of this one's."""
+        for other in self._changed:
+            is_same = (other.path, other.name) == (change.path, change.name)
+            if is_same and (other.value is change.value or other.value == change.value):
+                return other
+        self._changed.append(change)
+        return change
+
+    def _translated(self, error: Exception) -> Exception | None:
+        """A clearer error to raise instead of a replica's, if there is one."""
+        # JAX's own messages say what to do in functions that it maps or differentiates.
+        if isinstance(error, CONCRETIZATION_ERRORS):
+            return None
+        where = line_of(error)
+        if isinstance(error, NameError) and (
+            unbound := UNBOUND_AXIS.search(str(error))
+        ):
+            return NameError(
+                f"`{self._name}` reduces over the axis {unbound[1]!r} by hand, which "
+                f"`eager_replicas()` has not:{where}"
+                "Each replica runs by itself there, and JAX knows nothing of the "
+                "others. Use `get_replica_context().all_reduce('sum', x)` or "
+                "`all_gather` instead of `jax.lax.psum` and its like, and "
+                "`replica_id_in_sync_group` instead of `jax.lax.axis_index`; or run "
+                "this step compiled."
+            )
+        if self._options.check_finite and type(error) is FloatingPointError:
+            return NonFiniteError(
+                f"`{self._name}` made a NaN in `eager_replicas()`:{where}{error}",
+                line=where.strip() or None,
+            )
+        return translated(error, self._name, self._replicas)
+
+    # What the replicas do together.
+
+    def _answer(self, waiting: Sequence[Rendezvous]) -> Sequence[object]:
+        """The reply for each replica, when all wait for the same."""
+        if waiting[0].kind != MERGE_CALL:
+            return self._reduced([each.value for each in waiting])
+        self._store(self._changes())
+        merge_fns, args, kwargs = zip(*(each.value for each in waiting), strict=True)
+        with contextlib.ExitStack() as blocks:
+            merge_fn = self._one_function(merge_fns, "`merge_fn`", blocks)
+            args = self._tree(args, "args", blocks)
+            kwargs = self._tree(kwargs, "kwargs", blocks)
+            blocks.enter_context(context.entered(strategy=self._strategy, replica=None))
+            result = merge_fn(self._strategy, *args, **kwargs)
+        columns: list[list[Leaf]] = []
+        _trees.map_around_objects(
+            lambda leaf: columns.append(self._local_values(leaf)), result
+        )
+
+        def part(place: int) -> PyTree:
+            following = iter(columns)
+            return _trees.map_around_objects(lambda _: next(following)[place], result)
+
+        return list(map(part, range(len(waiting))))
+
+    def _reduced(
+        self, operands: Sequence[tuple[EagerCollective, Any, Any]]
+    ) -> Sequence[object]:
         """Runs a collective, compiled; returns the results of each replica."""
-        replicas = self._strategy._replicas
-        first = operands[0]
+        collective, _, weak = operands[0]
         stacked = [
-            _per_replica_of(column, replicas)
-            for column in zip(*(each.arrays for each in operands), strict=True)
+            self._per_replica(column)
+            for column in zip(*(arrays for _, arrays, _ in operands), strict=True)
         ]
-        results = self._compiled(_collective_step, (first.collective, *stacked))
+        program = self._programs.of(_collective_step)
+        results = program((collective, *stacked), {})
         columns = [
-            [_with_weak_type(each, weak) for each in _local_values(result, replicas)]
-            for result, weak in zip(results, first.weak, strict=True)
+            [_with_weak_type(each, is_weak) for each in self._local_values(result)]
+            for result, is_weak in zip(results, weak, strict=True)
         ]
         return [[column[i] for column in columns] for i in range(len(operands))]
 
+    def _tree(
+        self, trees: Sequence[PyTree], what: str, blocks: contextlib.ExitStack
+    ) -> PyTree:
+        """One pytree for the replicas' pytrees, with `PerReplica`s for arrays."""
+        paths, structure = jax.tree.flatten_with_path(trees[0], is_leaf=_trees.is_whole)
+        rows = []
+        for number, tree in zip(self._replicas.local_ids, trees, strict=True):
+            leaves, other = jax.tree.flatten(tree, is_leaf=_trees.is_whole)
+            if other != structure:
+                raise ValueError(
+                    f"`merge_call` was given `{what}` of other structures by the "
+                    f"replicas of `{self._name}`: {structure} by the first, {other} by "
+                    f"replica {number}."
+                )
+            rows.append(leaves)
+        labels = [f"{what}{jax.tree_util.keystr(path)}" for path, _ in paths]
+        columns = zip(*rows, strict=True)
+        return structure.unflatten(
+            self._leaf(column, label, blocks)
+            for column, label in zip(columns, labels, strict=True)
+        )
+
+    def _leaf(
+        self, column: Sequence[Leaf], label: str, blocks: contextlib.ExitStack
+    ) -> Leaf:
+        first = column[0]
+        for leaf in column:
+            if isinstance(leaf, PerReplica):
+                leaf._misused()
+            if isinstance(leaf, Tracer):
+                raise ContextError(
+                    f"`merge_call` was given, in `eager_replicas()`, `{label}` that "
+                    "JAX traces (in a function that is differentiated or mapped), and "
+                    "has no one number yet. Use `all_reduce` or `all_gather` there, or "
+                    "leave `merge_call` out of what is traced."
+                )
+        if not all(map(_arrays.is_array, column)):
+            if callable(first):
+                return self._one_function(column, f"`{label}`", blocks)
+            if all(
+                x is first or (type(x) is type(first) and x == first) for x in column
+            ):
+                return first
+            if not all(isinstance(x, _NUMBERS) or _arrays.is_array(x) for x in column):
+                raise ValueError(
+                    f"`merge_call` was given `{label}` that differs between the "
+                    f"replicas of `{self._name}` and is no array: "
+                    f"{', '.join(map(shown, column))}."
+                )
+            column = list(map(jax.numpy.asarray, column))
+        if self._replicas.count == 1:
+            return column[0]
+        if len({(leaf.shape, leaf.dtype) for leaf in column}) > 1:
+            seen = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in column)
+            raise ValueError(
+                f"`merge_call` was given `{label}` of other shapes or dtypes by the "
+                f"replicas of `{self._name}`: {seen}. One array holds all versions, so "
+                "they need one shape; pad them, or gather their sizes first."
+            )
+        return self._per_replica(column)
+
+    def _one_function(
+        self, functions: Sequence[Any], what: str, blocks: contextlib.ExitStack
+    ) -> Any:
+        """One function for the replicas' equal ones, with the arrays of all."""
+        first = functions[0]
+        # A method is another object at each access, and equal.
+        if all(each is first or each == first for each in functions):
+            return first
+        found = list(map(rebinding.references, functions))
+        if (label := _difference(found)) == "captured":  # the code itself
+            raise ValueError(
+                f"The replicas of `{self._name}` called `merge_call` with different "
+                f"functions for {what}, which is called once for all. Give the same "
+                "one on all replicas."
+            )
+        if label is not None:
+            name = label.removeprefix("captured ")
+            raise ValueError(
+                f"The replicas of `{self._name}` called `merge_call`, in "
+                f"`eager_replicas()`, with {what} that refers to `{name}`, which "
+                "differs between them. It is called once for all: pass it as an "
+                f"argument, `merge_call(merge_fn, args=({name},))`, which arrives as a "
+                "PerReplica."
+            )
+        arrays = found[0].arrays
+        mirrored = {label: self._mirrored(array) for label, array in arrays.items()}
+        rebindings = rebinding.FunctionRebindings(first, mirrored)
+        rebindings.set()
+        blocks.callback(rebindings.take_back)
+        return rebindings.function
+
+    # Values of all replicas, and of each.
+
+    def _local_values(self, value: Leaf) -> list[Leaf]:
+        """The value of each replica of this process, of a value of all replicas."""
+        if isinstance(value, PerReplica):
+            return self._versions(_per_replica.contents(value))
+        if isinstance(value, jax.Array):
+            return self._copies_of(value)
+        return [value] * len(self._replicas.local_ids)
+
+    def _versions(self, stacked: Leaf) -> list[Leaf]:
+        placed = building.place_stacked(stacked, self._replicas)
+        return list(self._replicas.versions(_per_replica.contents(placed)))
+
+    def _copies_of(self, array: jax.Array) -> list[Leaf]:
+        """Copies of an array on the devices of each replica of this process."""
+        is_weak = getattr(array, "weak_type", False)
+        copies = self._replicas.copies(self._mirrored(array))
+        return [_with_weak_type(copy, is_weak) for copy in copies]
+
+    def _mirrored(self, array: Leaf) -> jax.Array:
+        """An array that all replicas have, as one array replicated on the mesh."""
+        return mesh.place(array, sharding_like(array, self._replicas))
+
+    def _per_replica(self, versions: Sequence[Leaf]) -> PerReplica:
+        """The versions of this process's replicas as a `PerReplica` of all."""
+        arrays = [v if isinstance(v, jax.Array) else np.asarray(v) for v in versions]
+        return PerReplica(self._replicas.stacked(arrays))
+
     # With other processes.
 
-    def _compare(self, name: str, what: str, message: object) -> list[object]:
+    def _agree(self, what: str, message: object = None) -> list[object]:
         """Raises unless all processes come to the same; returns their messages."""
         if self._processes is None:
             return [message]
-        operation = Operation(f"{what} in `{name}`", users_line())
+        operation = Operation(f"{what} in `{self._name}`", users_line())
         return list(self._processes.operations.compare(operation, _ADVICE, message))
 
-    def _gathered(self, name: str, local: _Texts) -> _Texts:
-        """Gathers a row of texts of each replica from all processes."""
-        ids = self._strategy._replicas.local_ids
-        numbered = [[i, *row] for i, row in zip(ids, local, strict=False)]
-        replies = self._compare(name, "the results of an eager step", numbered)
+    def _digests(
+        self, columns: Sequence[Sequence[Any]], digest: Callable[[Any], str]
+    ) -> list[tuple[str, ...]]:
+        """A text for each value in a column, here and on replicas elsewhere."""
+        texts = [map(digest, column) for column in columns]
+        rows = zip(*texts, strict=True)
+        ids = self._replicas.local_ids
+        numbered = [[i, *row] for i, row in zip(ids, rows, strict=False)]
+        replies = self._agree("the results of an eager step", numbered)
         rows = [row for reply in replies for row in cast("list[list[Any]]", reply)]
-        return [row[1:] for row in sorted(rows, key=lambda row: int(row[0]))]
+        rows.sort(key=lambda row: int(row[0]))
+        return list(zip(*(row[1:] for row in rows), strict=True))
+
+    def _described(self, column: Sequence[Any], digests: Sequence[str]) -> str:
+        """Which replicas hold which array; `digests` are equal where arrays are."""
+        here = zip(self._replicas.local_ids, column, strict=True)
+        texts = {digests[i]: _short(array) for i, array in here}
+        groups: dict[str, list[int]] = {}
+        for number, each in enumerate(digests):
+            groups.setdefault(each, []).append(number)
+        return "\n".join(
+            f"  replica{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: "
+            f"{texts.get(each, 'of another process')}"
+            for each, numbers in groups.items()
+        )
+
+    # Variables.
+
+    def copy_of(
+        self, variable: Variable, place: int, thread: ReplicaThread
+    ) -> _VariableCopy:
+        """The copy of a variable that one replica uses, made for all at first."""
+        if id(variable) not in self._copies:
+            thread.in_caller(functools.partial(self._copy, variable))
+        return self._copies[id(variable)][1][place]
+
+    def _copy(self, variable: Variable) -> None:
+        with access.one_at_a_time:
+            contents = variable.cell[...]
+            if self._has_versions(variable):
+                arrays = [v[None] for v in self._replicas.versions(contents)]
+            else:
+                arrays = self._copies_of(contents)
+        made = [_VariableCopy(array, variable.name) for array in arrays]
+        self._copies[id(variable)] = variable, made
+
+    def _has_versions(self, variable: Variable) -> bool:
+        is_here = variable.lives_on(self._replicas)
+        return is_here and not variable.copies_must_agree
+
+    def _changes(self) -> _Changes:
+        """The variables that a replica assigned; raises if their copies differ."""
+        used = list(self._copies.values())
+        changed = self._digests(
+            [copies for _, copies in used], lambda x: str(x.array is not x.before)
+        )
+        changes = [x for x, each in zip(used, changed, strict=True) if "True" in each]
+        mirrored = [each for each in changes if not self._has_versions(each[0])]
+        columns = [[copy.array for copy in copies] for _, copies in mirrored]
+        digests = self._digests(columns, _digest)
+        rows = zip(mirrored, columns, digests, strict=True)
+        for (variable, copies), arrays, column in rows:
+            if len(set(column)) == 1:
+                continue
+            line = next((copy.line for copy in copies if copy.line is not None), None)
+            where = "" if line is None else f"  it was assigned at {line}\n"
+            raise NotMirroredVariableError(
+                f"Variable {variable.name!r} is mirrored, but `{self._name}` assigned "
+                "it values that differ between replicas: its copies would drift apart."
+                f"\n{where}{self._described(arrays, column)}\n"
+                "Reduce it first, or make the variable with an `aggregation` "
+                "('sum', 'mean', 'only_first_replica'), or with "
+                "`synchronization='on_read'` if each replica is to have its own.",
+                path=variable.name,
+                line=line and str(line),
+            )
+        return changes
+
+    def _store(self, changes: _Changes) -> None:
+        """Assigns variables what replicas have assigned, and drops the copies."""
+        with access.one_at_a_time:
+            for variable, copies in changes:
+                value = copies[0].array
+                if self._has_versions(variable):
+                    versions = [copy.array[0] for copy in copies]
+                    value = self._per_replica(versions).stacked
+                variable.cell[...] = mesh.place(value, variable.sharding)
+        self._copies.clear()
+
+    # Results.
+
+    def _finish(self, returned: Sequence[_Returned], block: EagerBlock) -> PyTree:
+        """The results of all replicas; stores what they have assigned."""
+        ids, first = self._replicas.local_ids, returned[0][1]
+        rows = []
+        for number, (arrays, results) in zip(ids, returned, strict=True):
+            if results.treedef != first.treedef:
+                raise ValueError(
+                    f"`{self._name}` returned pytrees of different structures: "
+                    f"{first.treedef} on replica {ids[0]}, and {results.treedef} on "
+                    f"replica {number}. Return the same structure on all replicas; "
+                    "what differs may be an array of another shape, a number or a "
+                    "string."
+                )
+            following = iter(arrays)
+            rows.append(
+                [next(following) if x is None else x.value for x in results.leaves]
+            )
+        columns = list(zip(*rows, strict=True))
+        digests = self._digests(columns, _leaf_digest)
+        named = NamedResults(self._name, first, self._objects is not None)
+        self._check_expected(named, columns, digests)
+        changes = self._changes()
+        step = id(self._strategy), id(_code.code_of(self._fn) or self._fn)
+        numbered = first.treedef.unflatten(range(len(columns)))
+        merged = []
+        for path, position in jax.tree.leaves_with_path(numbered):
+            column, result = columns[position], (step, named.path(path))
+            if len(set(digests[position])) > 1 or self._is_argument(column):
+                block.varying.add(result)
+            varies = result in block.varying and self._replicas.count > 1
+            merged.append(self._result(column, digests[position], varies))
+        self._store(changes)
+        return first.treedef.unflatten(merged)
+
+    def _check_expected(
+        self,
+        named: NamedResults,
+        columns: Sequence[Sequence[Any]],
+        digests: Sequence[Sequence[str]],
+    ) -> None:
+        if self._expected is None:
+            return
+        is_expected = varying_results.expectation(named, self._expected)
+        for position, keys in named.results.array_paths():
+            column = columns[position]
+            if len(set(digests[position])) == 1 or not is_expected(
+                position, keys, jax.typeof(column[0])
+            ):
+                continue
+            path = named.path(keys)
+            what = f"{path} was expected to be mirrored, but the replicas differ."
+            advice = varying_results.OF_RESULTS
+            if named.is_of_object(keys):
+                what = f"`{self._name}` leaves {path} different on each replica."
+                advice = varying_results.OF_OBJECTS
+            versions = self._described(column, digests[position])
+            message = f"{what}\n{versions}\n{advice}"
+            raise NotMirroredError(message, path=path.strip("`"))
+
+    def _is_argument(self, column: Sequence[Leaf]) -> bool:
+        """Whether a result is a `PerReplica` argument, returned as it is."""
+        return any(
+            role is Role.PER_REPLICA
+            and all(a is b for a, b in zip(column, argument, strict=True))
+            for argument, role in zip(self._columns, self._roles, strict=True)
+        )
+
+    def _result(
+        self, column: Sequence[Leaf], digests: Sequence[str], varies: bool
+    ) -> Leaf:
+        is_array = all(map(_arrays.is_array, column))
+        is_equal = len(set(digests)) == 1
+        if not varies or (is_equal and not is_array):
+            return self._mirrored(column[0]) if is_array else column[0]
+        types = {each.rpartition(" ")[0] for each in digests}
+        if len(types) > 1 or not all(_is_array_or_number(x) for x in column):
+            return Versions(column, self._replicas.local_ids)
+        return self._per_replica(
+            [x if _arrays.is_array(x) else jax.numpy.asarray(x) for x in column]
+        )
 
 
 def _collective_step(
@@ -283,149 +668,22 @@ def _collective_step(
     return collective(cast(Reduction, strategy._reduction), arrays)
 
 
-_Texts: TypeAlias = Sequence[Sequence[str]]
-_Gather: TypeAlias = Callable[[_Texts], _Texts]
-"""Gathers a row of texts of each replica from all processes."""
-
-
-# The arguments of a call.
-
-
-@final
-class _EagerCall:
-    """A call of an eager step, with its arguments placed as for a compiled one."""
-
-    def __init__(
-        self,
-        fn: Function,
-        arguments: Arguments,
-        options: RunOptions,
-        environment: StepEnvironment,
-    ) -> None:
-        self.fn = fn
-        self.name = name_of(fn)
-        self.options = options
-        self._replicas = environment.replicas
-        self._changes: list[AttributeChange] = []
-        captured = rebinding.references(fn)
-        both = {**captured.objects, **captured.arrays}
-        try:
-            self._begin(arguments, both, environment)
-        except PlacementError:
-            if not captured.arrays:
-                raise
-            # Captured arrays may lie where no argument may: they become constants.
-            self._begin(arguments, captured.objects, environment)
-
-    def _begin(
-        self,
-        arguments: Arguments,
-        captured: dict[str, object],
-        environment: StepEnvironment,
-    ) -> None:
-        call = object_call(arguments, captured)
-        self.objects = None
-        self.expected = self.options.expect_mirrored
-        self._step_fn = step_fn = self.fn
-        if call is not None:
-            self.objects = call.objects
-            form = None if call.objects is None else call.objects.form
-            self._step_fn = step_fn = array_step(lambda: self.fn, form, call.captured)
-            arguments = call.arguments
-        if self.objects is not None:
-            self.expected = array_options(self.options).expect_mirrored
-        self.leaves, self.signature = _signature.flatten(step_fn, arguments)
-        step = ReplicaStep(lambda: step_fn, environment, self.signature, lambda: False)
-        self.roles = step.roles
-        self.masks = MaskArguments(step)
-        self._placed = Placement(step, frozenset()).placed(self.leaves)
-
-    def columns(self, replicas: Replicas) -> list[list[Leaf]]:
-        """The value of each replica of this process, for each argument."""
-        return [
-            _versions(leaf, replicas)
-            if role is Role.PER_REPLICA
-            else _copies(leaf, replicas)
-            for leaf, role in zip(self._placed, self.roles, strict=True)
-        ]
-
-    def run(self, leaves: Sequence[Leaf]) -> PyTree:
-        """Calls the step with the arguments of one replica."""
-        args, kwargs = self.signature.rebuild(leaves)
-        try:
-            returned = self._step_fn(*args, **kwargs)
-        except rebinding.Leak as leak:
-            raise leak.as_error() from None
-        except Exception as error:
-            better = _translated(error, self.name, self._replicas, self.options)
-            if better is None:
-                raise
-            raise better from error
-        if self.objects is None:
-            return returned
-        results, parts = returned
-        return results, [
-            dataclasses.replace(part, changes=tuple(map(self._shared, part.changes)))
-            for part in parts
-        ]
-
-    def _shared(self, change: AttributeChange) -> AttributeChange:
-        """The equal change of an earlier replica in place of this one's."""
-        for other in self._changes:
-            is_same = (other.path, other.name) == (change.path, change.name)
-            if is_same and (other.value is change.value or other.value == change.value):
-                return other
-        self._changes.append(change)
-        return change
-
-
-def _translated(
-    error: Exception, name: str, replicas: Replicas, options: RunOptions
-) -> Exception | None:
-    """A clearer error to raise instead of a replica's, if there is one."""
-    # JAX's own messages say what to do, in a function that is mapped or differentiated.
-    if isinstance(error, CONCRETIZATION_ERRORS):
-        return None
-    where = line_of(error)
-    if isinstance(error, NameError) and (unbound := UNBOUND_AXIS.search(str(error))):
-        return NameError(
-            f"`{name}` reduces over the axis {unbound[1]!r} by hand, which "
-            f"`eager_replicas()` has not:{where}"
-            "Each replica runs by itself there, and JAX knows nothing of the others. "
-            "Use `get_replica_context().all_reduce('sum', x)` or `all_gather` instead "
-            "of `jax.lax.psum` and its like, and `replica_id_in_sync_group` instead of "
-            "`jax.lax.axis_index`; or run this step compiled."
-        )
-    if options.check_finite and type(error) is FloatingPointError:
-        return NonFiniteError(
-            f"`{name}` made a NaN in `eager_replicas()`:{where}{error}",
-            line=where.strip() or None,
-        )
-    return translated(error, name, replicas)
-
-
-# Values of all replicas, and of each.
-
-
-def _local_values(value: Leaf, replicas: Replicas) -> list[Leaf]:
-    """The value of each replica of this process, of a value of all replicas."""
-    if isinstance(value, PerReplica):
-        return _versions(_per_replica.contents(value), replicas)
-    if isinstance(value, jax.Array):
-        return _copies(value, replicas)
-    return [value] * len(replicas.local_ids)
-
-
-def _versions(stacked: Leaf, replicas: Replicas) -> list[Leaf]:
-    placed = _per_replica.contents(building.place_stacked(stacked, replicas))
-    return list(replicas.versions(placed))
-
-
-def _copies(array: jax.Array, replicas: Replicas) -> list[Leaf]:
-    """Copies of an array on the devices of each replica of this process."""
-    is_weak = getattr(array, "weak_type", False)
-    copies = replicas.copies(_mirrored(array, replicas))
-    return [_with_weak_type(copy, is_weak) for copy in copies]
+def _difference(found: Sequence[References]) -> str | None:
+    """The first value that functions of the replicas do not have in common."""
+    first = found[0]
+    keys = zip(*(each.key for each in found), strict=False)
+    for node, tokens in zip(first.nodes, keys, strict=False):
+        if any(token != tokens[0] for token in tokens):
+            return node.label
+    for label, value in first.objects.items():
+        if any(each.objects[label] is not value for each in found):
+            return label
+    for label in first.arrays:
+        column = [each.arrays[label] for each in found]
+        is_traced = any(isinstance(array, Tracer) for array in column)
+        if is_traced or len(set(map(_digest, column))) > 1:
+            return label
+    return None
 
 
 def _with_weak_type(array: jax.Array, is_weak: bool) -> jax.Array:
@@ -435,25 +693,14 @@ def _with_weak_type(array: jax.Array, is_weak: bool) -> jax.Array:
     return convert.bind(array, new_dtype=array.dtype, weak_type=is_weak, sharding=None)
 
 
-def _per_replica_of(versions: Sequence[Leaf], replicas: Replicas) -> PerReplica:
-    """The versions of this process's replicas as a `PerReplica` of all."""
-    return PerReplica(
-        replicas.stacked(
-            [v if isinstance(v, jax.Array) else np.asarray(v) for v in versions]
-        )
-    )
-
-
-def _mirrored(array: Leaf, replicas: Replicas) -> jax.Array:
-    """An array that all replicas have, as one array replicated on the mesh."""
-    return mesh.place(array, sharding_like(array, replicas))
+def _is_array_or_number(value: object) -> bool:
+    is_number = isinstance(value, (int, float, complex, np.number))
+    return _arrays.is_array(value) or (is_number and not isinstance(value, bool))
 
 
 def _digest(array: Leaf) -> str:
     """Equal for arrays of the same type and bits."""
-    if is_key(array.dtype):
-        array = jax.random.key_data(array)
-    host = np.asarray(array)
+    host = on_host(array)
     text = f"{host.dtype}{host.shape}".encode() + host.tobytes()
     return hashlib.sha256(text).hexdigest()
 
@@ -470,38 +717,12 @@ def _leaf_digest(leaf: Leaf) -> str:
         return f"{type(leaf).__name__} {id(leaf)}"
 
 
-def _columns(rows: Sequence[list[str]], gather: _Gather) -> list[tuple[str, ...]]:
-    """Rows of texts of the replicas here, as columns of those of all."""
-    return list(zip(*gather(rows), strict=True))
-
-
-def _describe_versions(
-    arrays: Sequence[jax.Array | np.ndarray], column: Sequence[str], replicas: Replicas
-) -> str:
-    """Which replicas hold which value; `column` is equal where values are."""
-    texts = {
-        column[i]: _short(a) for i, a in zip(replicas.local_ids, arrays, strict=True)
-    }
-    groups: dict[str, list[int]] = {}
-    for number, each in enumerate(column):
-        groups.setdefault(each, []).append(number)
-    return "\n".join(
-        f"  replica{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: "
-        f"{texts.get(each, 'of another process')}"
-        for each, numbers in groups.items()
-    )
-
-
-def _short(array: jax.Array | np.ndarray) -> str:
-    if not isinstance(array, np.ndarray):
-        array = on_host(array)
-    if not array.ndim:
-        return repr(array.item())
-    text = np.array2string(array, separator=", ", threshold=8, edgeitems=3)
+def _short(array: Leaf) -> str:
+    host = on_host(array)
+    if not host.ndim:
+        return repr(host.item())
+    text = np.array2string(host, separator=", ", threshold=8, edgeitems=3)
     return " ".join(text.split())
-
-
-# Variables.
 
 
 @final
@@ -537,96 +758,13 @@ class _VariableCopy:
         self.line = frame and Line(frame.f_code.co_filename, frame.f_lineno)
 
 
-_Changes: TypeAlias = list[tuple[Variable, list[_VariableCopy]]]
-
-
-@final
-class _VariableCopies:
-    """The variables that an eager step uses: a copy for each replica here."""
-
-    def __init__(self, replicas: Replicas, name: str, gather: _Gather) -> None:
-        self._replicas = replicas
-        self._name = name
-        self._gather = gather
-        self._copies: dict[int, tuple[Variable, list[_VariableCopy]]] = {}
-
-    def of(
-        self, variable: Variable, place: int, thread: ReplicaThread
-    ) -> _VariableCopy:
-        if id(variable) not in self._copies:
-            thread.in_caller(functools.partial(self._make, variable))
-        return self._copies[id(variable)][1][place]
-
-    def _make(self, variable: Variable) -> None:
-        with access.one_at_a_time:
-            contents = variable.cell[...]
-            if self._has_versions(variable):
-                arrays = [v[None] for v in self._replicas.versions(contents)]
-            else:
-                arrays = _copies(contents, self._replicas)
-        made = [_VariableCopy(array, variable.name) for array in arrays]
-        self._copies[id(variable)] = variable, made
-
-    def _has_versions(self, variable: Variable) -> bool:
-        is_here = variable.lives_on(self._replicas)
-        return is_here and not variable.copies_must_agree
-
-    def changes(self) -> _Changes:
-        """The variables that a replica assigned; raises if their copies differ."""
-        used = list(self._copies.values())
-        flags = self._texts(used, lambda copy: str(copy.array is not copy.before))
-        changes = [
-            each for each, flag in zip(used, flags, strict=True) if "True" in flag
-        ]
-        mirrored = [each for each in changes if not self._has_versions(each[0])]
-        digests = self._texts(mirrored, lambda copy: _digest(copy.array))
-        for (variable, copies), column in zip(mirrored, digests, strict=True):
-            if len(set(column)) == 1:
-                continue
-            line = next((copy.line for copy in copies if copy.line is not None), None)
-            where = "" if line is None else f"  it was assigned at {line}\n"
-            arrays = [copy.array for copy in copies]
-            raise NotMirroredVariableError(
-                f"Variable {variable.name!r} is mirrored, but `{self._name}` assigned "
-                "it values that differ between replicas: its copies would drift apart."
-                f"\n{where}{_describe_versions(arrays, column, self._replicas)}\n"
-                "Reduce it first, or make the variable with an `aggregation` "
-                "('sum', 'mean', 'only_first_replica'), or with "
-                "`synchronization='on_read'` if each replica is to have its own.",
-                path=variable.name,
-                line=line and str(line),
-            )
-        return changes
-
-    def _texts(
-        self, variables: _Changes, text: Callable[[_VariableCopy], str]
-    ) -> list[tuple[str, ...]]:
-        """For each variable the texts of the copies of all replicas."""
-        local = [map(text, copies) for _, copies in variables]
-        return _columns([list(row) for row in zip(*local, strict=True)], self._gather)
-
-    def store(self, changes: _Changes) -> None:
-        """Assigns variables what replicas have assigned, and drops the copies."""
-        with access.one_at_a_time:
-            for variable, copies in changes:
-                value = copies[0].array
-                if self._has_versions(variable):
-                    versions = [copy.array[0] for copy in copies]
-                    value = _per_replica_of(versions, self._replicas).stacked
-                variable.cell[...] = mesh.place(value, variable.sharding)
-        self._copies.clear()
-
-
 @final
 class _ReplicaVariables(StepVariables):
-    def __init__(
-        self, copies: _VariableCopies, place: int, thread: ReplicaThread
-    ) -> None:
+    def __init__(self, call: EagerCall, place: int, thread: ReplicaThread) -> None:
         # The first replica runs first, so the others find the variables that it makes.
         super().__init__((), may_create=thread.number == 0)
-        self._copies = copies
-        self._thread = thread
-        self._place = place
+        self._copy_of: Callable[[Variable], _VariableCopy]
+        self._copy_of = functools.partial(call.copy_of, place=place, thread=thread)
 
     @property
     def any(self) -> bool:
@@ -635,261 +773,8 @@ class _ReplicaVariables(StepVariables):
     def reference(self, variable: Handle) -> _VariableCopy:
         context.check_unstaged(f"Variable {variable.name!r}")
         self.used.setdefault(id(variable), variable)
-        return self._copies.of(cast(Variable, variable), self._place, self._thread)
+        return self._copy_of(cast(Variable, variable))
 
     def create(self, variable: Handle, start: jax.Array) -> None:
         """Let the step make `variable`; its cell holds its copies."""
         self.created.append(variable)
-
-
-# Results.
-
-
-@final
-class _EagerResults(NamedResults):
-    """What the replicas of an eager step returned, compared and put together."""
-
-    def __init__(
-        self,
-        call: _EagerCall,
-        replicas: Replicas,
-        returned: Sequence[tuple[list[jax.Array], Results]],
-        gather: _Gather,
-    ) -> None:
-        super().__init__(call.name, returned[0][1], call.objects is not None)
-        self._replicas = replicas
-        rows = []
-        for number, (arrays, other) in zip(replicas.local_ids, returned, strict=True):
-            if other.treedef != self.results.treedef:
-                raise ValueError(
-                    f"`{self.name}` returned pytrees of different structures: "
-                    f"{self.results.treedef} on replica {replicas.local_ids[0]}, and "
-                    f"{other.treedef} on replica {number}. Return the same structure "
-                    "on all replicas; what differs may be an array of another shape, "
-                    "a number or a string."
-                )
-            following = iter(arrays)
-            leaves = other.leaves
-            rows.append([next(following) if x is None else x.value for x in leaves])
-        self._columns = list(zip(*rows, strict=True))
-        self._digests = _columns([list(map(_leaf_digest, x)) for x in rows], gather)
-
-    def check(self, expected: PyTree) -> None:
-        if expected is None:
-            return
-        is_expected = varying_results.expectation(self, expected)
-        for position, keys in self.results.array_paths():
-            column = self._columns[position]
-            like = jax.typeof(column[0])
-            if self._are_equal(position) or not is_expected(position, keys, like):
-                continue
-            path = self.path(keys)
-            what = f"{path} was expected to be mirrored, but the replicas differ."
-            advice = varying_results.OF_RESULTS
-            if self.is_of_object(keys):
-                what = f"`{self.name}` leaves {path} different on each replica."
-                advice = varying_results.OF_OBJECTS
-            digests = self._digests[position]
-            versions = _describe_versions(column, digests, self._replicas)
-            message = f"{what}\n{versions}\n{advice}"
-            raise NotMirroredError(message, path=path.strip("`"))
-
-    def value(
-        self, key: Hashable, block: EagerBlock, arguments: Sequence[Sequence[Leaf]]
-    ) -> PyTree:
-        """The results of all replicas; `arguments` are those that are per replica."""
-        numbered = self.results.treedef.unflatten(range(len(self._columns)))
-        paths = [path for path, _ in jax.tree.leaves_with_path(numbered)]
-        results = []
-        for position, path in enumerate(paths):
-            result = key, self.path(path)
-            column = self._columns[position]
-            is_argument = any(
-                all(a is b for a, b in zip(column, argument, strict=True))
-                for argument in arguments
-            )
-            if not self._are_equal(position) or is_argument:
-                block.varying.add(result)
-            varies = result in block.varying and self._replicas.count > 1
-            results.append(self._merged(position, varies))
-        return self.results.treedef.unflatten(results)
-
-    def _are_equal(self, position: int) -> bool:
-        return len(set(self._digests[position])) == 1
-
-    def _merged(self, position: int, varies: bool) -> Leaf:
-        column = self._columns[position]
-        is_array = all(map(_arrays.is_array, column))
-        if not varies or (self._are_equal(position) and not is_array):
-            return _mirrored(column[0], self._replicas) if is_array else column[0]
-        is_numeric = all(_arrays.is_array(x) or _is_number(x) for x in column)
-        kinds = {each.rpartition(" ")[0] for each in self._digests[position]}
-        if not is_numeric or len(kinds) > 1:
-            return Versions(column, self._replicas.local_ids)
-        arrays = [x if _arrays.is_array(x) else jax.numpy.asarray(x) for x in column]
-        return _per_replica_of(arrays, self._replicas)
-
-
-def _is_number(value: object) -> bool:
-    kinds = (int, float, complex, np.number)
-    return isinstance(value, kinds) and not isinstance(value, bool)
-
-
-# `merge_call`.
-
-_NUMBERS = (bool, int, float, complex)
-_DIFFERENT = object()
-
-
-@final
-class _Merger:
-    """Merges the replicas' arguments of `merge_call`, and calls it once for all."""
-
-    def __init__(self, replicas: Replicas, name: str) -> None:
-        self._replicas = replicas
-        self._name = name
-
-    def merged(
-        self, strategy: AbstractStrategy, calls: Sequence[MergeCall]
-    ) -> list[PyTree]:
-        """Calls the merge function; returns each replica's part of the result."""
-        merge_fn = self._function([each.merge_fn for each in calls], "`merge_fn`")
-        args = self._tree([each.args for each in calls], "args")
-        kwargs = self._tree([each.kwargs for each in calls], "kwargs")
-        with context.entered(strategy=strategy, replica=None):
-            result = merge_fn(strategy, *args, **kwargs)
-        columns: list[list[Leaf]] = []
-        _trees.map_around_objects(
-            lambda leaf: columns.append(_local_values(leaf, self._replicas)), result
-        )
-
-        def part(i: int) -> PyTree:
-            following = iter(columns)
-            return _trees.map_around_objects(lambda _: next(following)[i], result)
-
-        return list(map(part, range(len(calls))))
-
-    def _tree(self, trees: Sequence[PyTree], what: str) -> PyTree:
-        """One pytree for the replicas' pytrees, with `PerReplica`s for arrays."""
-        paths, structure = jax.tree.flatten_with_path(trees[0], is_leaf=_trees.is_whole)
-        rows = []
-        for number, tree in zip(self._replicas.local_ids, trees, strict=True):
-            leaves, other = jax.tree.flatten(tree, is_leaf=_trees.is_whole)
-            if other != structure:
-                raise ValueError(
-                    f"`merge_call` was given `{what}` of other structures by the "
-                    f"replicas of `{self._name}`: {structure} by the first, {other} by "
-                    f"replica {number}."
-                )
-            rows.append(leaves)
-        labels = [f"{what}{jax.tree_util.keystr(path)}" for path, _ in paths]
-        return structure.unflatten(map(self._leaf, zip(*rows, strict=True), labels))
-
-    def _leaf(self, column: Sequence[Leaf], label: str) -> Leaf:
-        for leaf in column:
-            if isinstance(leaf, PerReplica):
-                leaf._misused()
-            if isinstance(leaf, Tracer):
-                raise ContextError(
-                    f"`merge_call` was given, in `eager_replicas()`, `{label}` that "
-                    "JAX traces (in a function that is differentiated or mapped), and "
-                    "has no one number yet. Use `all_reduce` or `all_gather` there, or "
-                    "leave `merge_call` out of what is traced."
-                )
-        if not all(map(_arrays.is_array, column)):
-            if (one := self._one(column, f"`{label}`")) is not _DIFFERENT:
-                return one
-            if not all(isinstance(x, _NUMBERS) or _arrays.is_array(x) for x in column):
-                raise ValueError(
-                    f"`merge_call` was given `{label}` that differs between the "
-                    f"replicas of `{self._name}` and is no array: "
-                    f"{', '.join(map(shown, column))}."
-                )
-            column = list(map(jax.numpy.asarray, column))
-        if self._replicas.count == 1:
-            return column[0]
-        if len({(leaf.shape, leaf.dtype) for leaf in column}) > 1:
-            seen = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in column)
-            raise ValueError(
-                f"`merge_call` was given `{label}` of other shapes or dtypes by the "
-                f"replicas of `{self._name}`: {seen}. One array holds all versions, so "
-                "they need one shape; pad them, or gather their sizes first."
-            )
-        return _per_replica_of(column, self._replicas)
-
-    def _function(self, functions: Sequence[Any], what: str) -> Any:
-        """One function for those of the replicas, which must do the same."""
-        first = functions[0]
-        # A method is another object at each access, and equal.
-        if all(each is first or each == first for each in functions):
-            return first
-        if all(isinstance(each, functools.partial) for each in functions):
-            inner = self._function([each.func for each in functions], what)
-            args = self._tree([each.args for each in functions], what)
-            keywords = self._tree([each.keywords for each in functions], what)
-            return functools.partial(inner, *args, **keywords)
-        code = getattr(first, "__code__", None)
-        if code is None or any(_code.code_of(each) is not code for each in functions):
-            raise ValueError(
-                f"The replicas of `{self._name}` called `merge_call` with different "
-                f"functions for {what}, which is called once for all. Give the same "
-                "one on all replicas."
-            )
-        cells = []
-        for place, name in enumerate(code.co_freevars):
-            variants = [each.__closure__[place] for each in functions]
-            values = [Binding(cell).get() for cell in variants]
-            one = self._captured(values, what, name)
-            cells.append(variants[0] if one is values[0] else types.CellType(one))
-        defaults = [each.__defaults__ for each in functions]
-        keywords = [each.__kwdefaults__ for each in functions]
-        function = types.FunctionType(
-            code,
-            first.__globals__,
-            first.__name__,
-            self._captured(defaults, what, "its defaults"),
-            tuple(cells),
-        )
-        function.__kwdefaults__ = self._captured(keywords, what, "its defaults")
-        return function
-
-    def _captured(self, values: Sequence[Any], what: str, name: str) -> Any:
-        """One value for those that the replicas' functions refer to as `name`."""
-        flat = [jax.tree.flatten(each) for each in values]
-        leaves, structure = flat[0]
-        is_array = any(isinstance(leaf, jax.Array) for leaf in leaves)
-        if all(each is values[0] for each in values) and not is_array:
-            return values[0]
-        merged = []
-        if all(other == structure for _, other in flat):
-            columns = zip(*(each for each, _ in flat), strict=True)
-            merged = [self._equal(column, what) for column in columns]
-        if len(merged) < len(leaves) or any(one is _DIFFERENT for one in merged):
-            raise ValueError(
-                f"The replicas of `{self._name}` called `merge_call`, in "
-                f"`eager_replicas()`, with {what} that refers to `{name}`, which "
-                "differs between them. It is called once for all: pass it as an "
-                f"argument, `merge_call(merge_fn, args=({name},))`, which arrives as a "
-                "PerReplica."
-            )
-        return structure.unflatten(merged)
-
-    def _equal(self, column: Sequence[Leaf], what: str) -> Leaf:
-        """One value for equal ones of the replicas, or `_DIFFERENT`."""
-        if not all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in column):
-            return self._one(column, what)
-        if any(isinstance(leaf, Tracer) for leaf in column):
-            return _DIFFERENT
-        if len(set(map(_digest, column))) > 1:
-            return _DIFFERENT
-        return _mirrored(column[0], self._replicas)
-
-    def _one(self, column: Sequence[Leaf], what: str) -> Leaf:
-        """A value that is equal on all replicas and no array, or `_DIFFERENT`."""
-        first = column[0]
-        if all(leaf is first for leaf in column):
-            return first
-        if callable(first):
-            return self._function(column, what)
-        is_equal = all(type(leaf) is type(first) and leaf == first for leaf in column)
-        return first if is_equal else _DIFFERENT

@@ -21,7 +21,7 @@ from jaxstrategy._src.contexts import (
 from jaxstrategy._src.contexts.context import OUTSIDE, AbstractStrategy, current
 from jaxstrategy._src.contexts.replica_context import ReplicaContext
 from jaxstrategy._src.errors import CompiledStepError, ContextError
-from jaxstrategy._src.executors.eager_replicas import EagerSteps
+from jaxstrategy._src.executors.eager_replicas import EagerCall
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.processes.job import Processes
 from jaxstrategy._src.replicas.devices import Device
@@ -417,15 +417,10 @@ class CompiledExecutor(AbstractExecutor):
         around = context.around if context.strategy is not None else None
         with contextlib.nullcontext() if around is None else around():
             if context.runs_eagerly is not None:
-                return self._eager_steps.run(fn, arguments, options)
+                # Its programs are those of the collectives.
+                parts = self._strategy, self.environment, self._programs
+                return EagerCall(*parts, self._processes, fn, options).run(arguments)
             return (program or self._programs.of(fn, options))(*arguments)
-
-    @functools.cached_property
-    def _eager_steps(self) -> EagerSteps:
-        def compiled(fn: Function, args: tuple[PyTree, ...]) -> PyTree:
-            return self._programs.of(fn)(args, {})
-
-        return EagerSteps(self._strategy, self.environment, compiled, self._processes)
 
     def _run_in_step(self, fn: Function, arguments: Arguments) -> PyTree:
         """`run` inside `merge_call`: part of the same trace."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -30,7 +31,6 @@ from jaxstrategy._src.reductions import reduction as _reduction
 from jaxstrategy._src.reductions.reduction import (
     EagerCollective,
     EagerReduction,
-    RunCollective,
     SameShapes,
 )
 from jaxstrategy._src.replicas.replicas import Replicas
@@ -73,19 +73,9 @@ class Rendezvous(NamedTuple):
 
     label: str
     kind: object  # equal if replicas may do it together
-    value: Any  # an `EagerOperands` or a `MergeCall`
-
-
-class EagerOperands(NamedTuple):
-    collective: EagerCollective
-    arrays: Sequence[jax.Array]
-    weak: Sequence[bool]  # for each result
-
-
-class MergeCall(NamedTuple):
-    merge_fn: Callable[..., PyTree]
-    args: Sequence[PyTree]
-    kwargs: Mapping[str, PyTree]
+    # The function, positional and keyword arguments of a merge call; or a collective,
+    # its arrays, and whether each result has a weak type.
+    value: tuple[Any, Any, Any]
 
 
 MERGE_CALL = "merge_call"
@@ -106,21 +96,19 @@ class ReplicaThread(EagerReplica):
     def __init__(
         self,
         number: int,
-        index: jax.Array,
         replicas: Replicas,
-        run_collective: RunCollective,
         body: Callable[[ReplicaThread], object],
     ) -> None:
         self.number = number
-        self.index = index
-        self.reduction = EagerReduction(run_collective)
+        self.index = jax.device_put(np.int32(number), replicas.place_of(number))
+        self.reduction = EagerReduction(_rendezvous)
         # What it waits for: all the others, or a call in the thread of the caller.
         self.waits_for: Rendezvous | None = None
         self.request: Callable[[], object] | None = None
         self.line: Line | None = None
         self.result: object = None
         self.error: BaseException | None = None
-        self.is_ended = False
+        self._is_ended = False
         self._shapes = SameShapes(replicas.count)
         self._body = body
         self._reply: object = None
@@ -128,7 +116,7 @@ class ReplicaThread(EagerReplica):
         self._is_paused = False
         self._gives_up = False
         self._turn = threading.Semaphore(0)
-        self._is_over = threading.Semaphore(0)
+        self.is_over = threading.Semaphore(0)  # a part of its turn
         self._rebindings: list[Rebindings] = []
         self._thread = threading.Thread(
             target=contextvars.copy_context().run,
@@ -148,24 +136,19 @@ class ReplicaThread(EagerReplica):
         else:
             self._turn.release()
 
-    def end_turn(self, seconds: float) -> bool:
-        """Returns whether, within `seconds`, it waits for others or has ended."""
-        return self._is_over.acquire(timeout=seconds)
-
-    def give_up(self) -> None:
-        if self._thread.ident is None or self.is_ended:
+    def end(self) -> None:
+        """Ends the thread, wherever it is, and waits for that."""
+        if self._thread.ident is None:
             return
-        self._gives_up = True
-        if self._is_paused:
-            self._turn.release()
-        else:  # in a loop, or at the prompt of a debugger
-            thread = ctypes.c_ulong(self._thread.ident)
-            error = ctypes.py_object(ReplicaEnded)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
-
-    def join(self) -> None:
-        if self._thread.ident is not None:
-            self._thread.join(_ENDING_SECONDS)
+        if not self._is_ended:
+            self._gives_up = True
+            if self._is_paused:
+                self._turn.release()
+            else:  # in a loop, or at the prompt of a debugger
+                thread = ctypes.c_ulong(self._thread.ident)
+                error = ctypes.py_object(ReplicaEnded)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
+        self._thread.join(_ENDING_SECONDS)
 
     @property
     def frames(self) -> list[tuple[str, int, str]]:
@@ -184,8 +167,8 @@ class ReplicaThread(EagerReplica):
         except BaseException as error:  # the caller raises it
             self.error = error
         finally:
-            self.is_ended = True
-            self._is_over.release()
+            self._is_ended = True
+            self.is_over.release()
 
     def rendezvous(
         self, collective: EagerCollective, arrays: Sequence[jax.Array]
@@ -193,7 +176,7 @@ class ReplicaThread(EagerReplica):
         types = [(each.dtype, each.shape) for each in arrays]
         texts = [array_type(dtype, shape) for dtype, shape in types]
         results = jax.tree.leaves(self.result_types(collective, arrays))
-        operands = EagerOperands(collective, arrays, [x.weak_type for x in results])
+        operands = collective, arrays, [x.weak_type for x in results]
         label = f"{collective.name} of {listed(texts, 6)}"
         return self._wait(Rendezvous(label, (collective, types), operands))
 
@@ -203,7 +186,7 @@ class ReplicaThread(EagerReplica):
         args: Sequence[PyTree],
         kwargs: Mapping[str, PyTree],
     ) -> PyTree:
-        call = MergeCall(merge_fn, args, kwargs)
+        call = merge_fn, args, kwargs
         return self._wait(Rendezvous(MERGE_CALL, MERGE_CALL, call))
 
     def result_types(
@@ -234,7 +217,7 @@ class ReplicaThread(EagerReplica):
         for rebindings in reversed(self._rebindings):
             rebindings.take_back()
         self._is_paused = True
-        self._is_over.release()
+        self.is_over.release()
         self._turn.acquire()
         if self._gives_up:
             self._rebindings.clear()
@@ -271,7 +254,7 @@ def run_in_turns(
     """
     replies: Sequence[object] = [None] * len(threads)
     error_reply = None
-    wait_for = _Patience(name, threads)
+    end_of_turn = _Patience(name, threads).end_of_turn
 
     def tell_others(what: str) -> None:
         # Where the other processes differ, the error here is raised instead.
@@ -284,7 +267,7 @@ def run_in_turns(
                 thread.waits_for = None
             for thread, reply in zip(threads, replies, strict=True):
                 thread.begin_turn(reply, error_reply)
-                wait_for(thread)
+                end_of_turn(thread)
                 if (error := thread.error) is not None:
                     tell_others(f"{type(error).__name__} in replica {thread.number}")
                     if error is not error_reply:
@@ -312,8 +295,7 @@ def run_in_turns(
         agree("the end of the step")
     finally:
         for thread in threads:
-            thread.give_up()
-            thread.join()
+            thread.end()
 
 
 # After so long a replica that runs is named in a warning, once.
@@ -331,18 +313,19 @@ class _Patience:
         self._threads = threads
         self._has_warned = False
 
-    def __call__(self, thread: ReplicaThread) -> None:
-        self._end_of_turn(thread)
+    def end_of_turn(self, thread: ReplicaThread) -> None:
+        """Waits until a replica waits for all the others or has ended."""
+        self._end_of_part(thread)
         while thread.request is not None:
             try:
                 reply, error_reply = thread.request(), None
             except Exception as error:
                 reply, error_reply = None, error
             thread.begin_turn(reply, error_reply)
-            self._end_of_turn(thread)
+            self._end_of_part(thread)
 
-    def _end_of_turn(self, thread: ReplicaThread) -> None:
-        while not thread.end_turn(PATIENCE_SECONDS):
+    def _end_of_part(self, thread: ReplicaThread) -> None:
+        while not thread.is_over.acquire(timeout=PATIENCE_SECONDS):
             frames = thread.frames
             modules = {module.partition(".")[0] for _, _, module in frames}
             if self._has_warned or not modules.isdisjoint(_DEBUGGERS):
@@ -400,7 +383,7 @@ _rendezvous_p = Primitive("jaxstrategy_rendezvous")
 _rendezvous_p.multiple_results = True
 
 
-def rendezvous(collective: EagerCollective, arrays: Sequence[jax.Array]) -> PyTree:
+def _rendezvous(collective: EagerCollective, arrays: Sequence[jax.Array]) -> PyTree:
     types = _this_replica(collective).result_types(collective, arrays)
     results = _rendezvous_p.bind(*arrays, collective=collective)
     return jax.tree.structure(types).unflatten(results)
