@@ -128,7 +128,7 @@ def test_what_is_done_before_an_error_stays_and_what_fails_changes_nothing(clust
 def test_a_full_queue_lets_schedule_wait_until_there_is_room_or_an_error(
     cluster, gate, monkeypatch
 ):
-    monkeypatch.setattr(cluster.coordinator._scheduler.queue, "_limit", 2)
+    monkeypatch.setattr(cluster.coordinator._scheduler, "_limit", 2)
     fn = cluster.coordinator.function(gate.fn)
     running = [cluster.coordinator.schedule(fn) for _ in range(4)]
     gate.until_entered(2)

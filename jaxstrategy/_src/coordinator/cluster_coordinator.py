@@ -208,7 +208,7 @@ class ClusterCoordinator:
             )
         with _one_at_a_time:
             found = core.coordinator
-            if isinstance(found, cls) and not found._scheduler.queue.is_stopped:
+            if isinstance(found, cls) and not found._scheduler.is_stopped:
                 found._check_options(max_restarts, restore_from)
                 return found
             made = cls._made(core, max_restarts, restore_from, state)
@@ -355,7 +355,7 @@ class ClusterCoordinator:
         True
         """
         self._refuse_in_function("paused")
-        with self._scheduler.queue.paused():
+        with self._scheduler.paused():
             yield
 
     def fetch(self, val: PyTree) -> PyTree:
@@ -504,8 +504,8 @@ class ClusterCoordinator:
             function_tracing=self._tracings.durations,
             closure_execution=scheduler.executions.durations,
             remote_value_fetch=scheduler.fetches.durations,
-            queued_closures=scheduler.queue.queued,
-            inflight_closures=len(scheduler.queue.running),
+            queued_closures=scheduler.queued,
+            inflight_closures=scheduler.running,
         )
 
     def progress(self, description: str = "", *, console: Console = None) -> LiveTable:
@@ -521,7 +521,7 @@ class ClusterCoordinator:
             error.
         """
         scheduler = self._scheduler
-        counts = lambda: (scheduler.queue.queued, len(scheduler.queue.running))  # noqa: E731
+        counts = lambda: (scheduler.queued, scheduler.running)  # noqa: E731
         return LiveTable(lambda: scheduler.states, counts, description, console)
 
     def close(self) -> None:
@@ -544,10 +544,10 @@ class ClusterCoordinator:
             self.close()
 
     def __repr__(self) -> str:
-        queue = self._scheduler.queue
+        scheduler = self._scheduler
         return (
-            f"<ClusterCoordinator of {len(self.workers)} workers: {queue.queued} "
-            f"queued, {len(queue.running)} running>"
+            f"<ClusterCoordinator of {len(self.workers)} workers: {scheduler.queued} "
+            f"queued, {scheduler.running} running>"
         )
 
     def _refuse_in_function(self, method: str) -> None:

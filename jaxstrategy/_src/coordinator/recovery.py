@@ -108,7 +108,7 @@ class ServerRecovery:
 
     def start(self, scheduler: Any) -> None:
         """Begin to look after the servers of a `Scheduler`."""
-        self._scheduler, self._queue = scheduler, scheduler.queue
+        self._scheduler = scheduler
         threading.Thread(
             target=self._run, name="jaxstrategy servers", daemon=True
         ).start()
@@ -133,7 +133,7 @@ class ServerRecovery:
         """A server seems to be lost: nothing is given out until that is mended."""
         if self._is_stopped:
             return False
-        self._queue.hold()
+        self._scheduler.hold()
         self._lost.set()
         return True
 
@@ -156,15 +156,12 @@ class ServerRecovery:
                 return
             if not (is_reported or self._lost_servers()):
                 continue
-            self._queue.hold()
-            try:
-                self._queue.wait_alone()
+            with self._scheduler.held():
                 self._lost.clear()
-                self._recover()
-            except BaseException as error:  # nobody may wait for ever
-                self._give_up(error)
-            finally:
-                self._queue.resume()
+                try:
+                    self._recover()
+                except BaseException as error:  # nobody may wait for ever
+                    self._give_up(error)
 
     def _lost_servers(self) -> list[int]:
         """The numbers of the servers that do not answer."""
@@ -189,7 +186,7 @@ class ServerRecovery:
                 return
             ever.update(lost)
             step = self._rolled_back(lost)
-        self._queue.each_queued(lambda closure: closure.renumber())
+        self._scheduler.renumber()
         finished = self._scheduler.finished
         count = finished - self._at.get(step, self._last)
         self._at, self._last = {step: finished}, finished
@@ -244,7 +241,7 @@ class ServerRecovery:
             error = lost
         if not self._is_stopped:
             self._is_stopped = True
-            self._queue.cancel(error, for_ever=True)
+            self._scheduler.cancel(error, for_ever=True)
 
 
 def _cells(state: PyTree) -> Iterator[ServerCell]:

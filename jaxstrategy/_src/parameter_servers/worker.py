@@ -10,7 +10,7 @@ import json
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast, final
 
 import jax
@@ -82,12 +82,6 @@ class WorkerResource:
     def when_gone(self, forget: Callable[[int], object]) -> None:
         """Call `forget` with the number when this object is gone; not at exit."""
         weakref.finalize(self, forget, self.number).atexit = False
-
-    def in_order(self) -> Iterator[WorkerResource]:
-        """What it uses, and it itself last."""
-        for each in self.uses:
-            yield from each.in_order()
-        yield self
 
 
 def is_leaf(node: object) -> bool:

@@ -207,18 +207,12 @@ class _Program:
 class Prepared:
     """One call of a function, ready to be sent to any worker."""
 
-    def __init__(
-        self,
-        tracer: FunctionTracer,
-        given: ScheduledArguments,
-        found: _Program,
-        arguments_of: Callable[[int], tuple[np.ndarray, ...]],
-        trace_seconds: float | None,
-    ) -> None:
-        self.program = found.shipped
-        self.arguments_of = arguments_of  # the arrays for each worker
-        self.varies = found.varies  # whether a result has a version for each replica
-        self.trace_seconds = trace_seconds  # None: it was known
+    def __init__(self, tracer: FunctionTracer, given: ScheduledArguments) -> None:
+        arrays, types = given.on_worker(0)
+        found, seconds = tracer.program(given, arrays, types)
+        self.program, self.varies = found.shipped, found.varies
+        self.trace_seconds = seconds  # None: it was known
+        self.arguments_of = given.sent(arrays, types)  # the arrays for each worker
         # They live as long as the call.
         self._variables = [v for ref in found.variables if (v := ref()) is not None]
         kinds = map(per_worker_kind_of, self._variables)
@@ -230,7 +224,7 @@ class Prepared:
 
     def traced_again(self, changed: ElementChanged) -> Prepared:
         """The same call of a function that takes other elements."""
-        return self._tracer.prepare_given(self._given.retyped(changed))
+        return Prepared(self._tracer, self._given.retyped(changed))
 
     def taken(self, worker: int, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The program's results of all that a worker has sent for this call."""
@@ -304,20 +298,20 @@ class FunctionTracer:
                 "debug the step with another strategy, `js.MirroredStrategy()`, or "
                 "leave out `eager_replicas()`."
             )
-        return self.prepare_given(ScheduledArguments.of(fn, args, kwargs, of_element))
+        return Prepared(self, ScheduledArguments.of(fn, args, kwargs, of_element))
 
-    def prepare_given(self, given: ScheduledArguments) -> Prepared:
-        """The same, of arguments that were looked at."""
-        arrays, types = given.on_worker(0)
-        program, seconds = self._known(given, types), None
-        if program is None:
-            with self._one_tracer:
-                program = self._known(given, types)
-                if program is None:
-                    began = time.perf_counter()
-                    program = self._traced(given, arrays, types)
-                    seconds = time.perf_counter() - began
-        return Prepared(self, given, program, given.sent(arrays, types), seconds)
+    def program(
+        self, given: ScheduledArguments, arrays: Sequence[Leaf], types: ArgumentTypes
+    ) -> tuple[_Program, float | None]:
+        """The program for such arguments, and how long it was traced, if it was."""
+        if (program := self._known(given, types)) is not None:
+            return program, None
+        with self._one_tracer:
+            if (program := self._known(given, types)) is not None:
+                return program, None
+            began = time.perf_counter()
+            program = self._traced(given, arrays, types)
+            return program, time.perf_counter() - began
 
     def _known(
         self, given: ScheduledArguments, types: ArgumentTypes

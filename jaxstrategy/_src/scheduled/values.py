@@ -77,8 +77,9 @@ class RemoteValue:
           RuntimeError: it has not ended, in a block of `ClusterCoordinator.paused`.
         """
         began = time.perf_counter()
-        if self._check_waiting is not None and not self._event.is_set():
-            self._check_waiting()
+        check = self._check_waiting
+        if check is not None and not self._event.is_set():
+            check()
         self._event.wait()
         if self._error is not None:
             # Always from where it came: the traceback of one object would only grow.
@@ -117,13 +118,17 @@ class RemoteValue:
         """
         if not self._event.is_set():
             self._build = build
-            self._event.set()
+            self._end()
 
     def set_error(self, error: BaseException) -> None:
         """The function has raised, or will not run; what has ended stays as it is."""
         if not self._event.is_set():
             self._error, self._traceback = error, error.__traceback__
-            self._event.set()
+            self._end()
+
+    def _end(self) -> None:
+        self._check_waiting = None  # which the coordinator belongs to
+        self._event.set()
 
     def __repr__(self) -> str:
         return f"<RemoteValue of {self._name}: {self.status.name}>"
