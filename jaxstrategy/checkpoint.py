@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 from jaxstrategy._src import lazy_names
 
 if TYPE_CHECKING:
-    from jaxstrategy._src.checkpoint.manager import (
-        CheckpointManager as CheckpointManager,
-        Restored as Restored,
-    )
-    from jaxstrategy._src.checkpoint.record import (
+    from jaxstrategy._src.checkpoint.folder import (
         CheckpointError as CheckpointError,
         DamagedCheckpointWarning as DamagedCheckpointWarning,
         MismatchError as MismatchError,
         Record as Record,
+    )
+    from jaxstrategy._src.checkpoint.manager import (
+        CheckpointManager as CheckpointManager,
+        Restored as Restored,
     )
 else:
     __getattr__, __dir__ = lazy_names.attach(__name__)

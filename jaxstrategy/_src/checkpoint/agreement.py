@@ -6,6 +6,7 @@ import contextlib
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import final
 
 import jax
 
@@ -66,21 +67,53 @@ def watched(what: str, busy: str | None = None) -> Iterator[None]:
         yield
 
 
-def join(thread: threading.Thread, what: str) -> None:
-    processes = current()
-    if processes is None:
-        thread.join()
-        return
-    with processes.watchdog.waiting(what) as activity:
-        while thread.is_alive():
-            thread.join(_TICK_SECONDS)
-            is_written = processes.watchdog.writes is not None
-            if not is_written:
-                with contextlib.suppress(ClusterError):  # nothing is heard of them
-                    states = processes.store.states()
-                    is_written = any(state.writes is not None for state in states)
-            if is_written:
-                activity.progress()
+@final
+class Background:
+    """Work in a thread, one piece after the other; errors wait to be raised."""
+
+    def __init__(self) -> None:
+        self.thread: threading.Thread | None = None
+        self._what = ""
+        self._failure: Exception | None = None
+
+    def start(self, name: str, what: str, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:  # any: nobody catches it in this thread
+                self._failure = error
+
+        self._what, self.thread = what, threading.Thread(target=run, name=name)
+        self.thread.start()
+
+    def join(self) -> None:
+        """Wait until it is done; raise what it raised."""
+        if self.thread is not None and (processes := current()) is not None:
+            with processes.watchdog.waiting(self._what) as activity:
+                while self.thread.is_alive():
+                    self.thread.join(_TICK_SECONDS)
+                    if _is_written(processes):
+                        activity.progress()
+        if self.thread is not None:
+            self.thread.join()
+        self.thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise what it raised, if it is done."""
+        is_over = self.thread is None or not self.thread.is_alive()
+        if is_over and self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+
+def _is_written(processes: job.Processes) -> bool:
+    """Whether this process, or another one, still writes files."""
+    if processes.watchdog.writes is not None:
+        return True
+    with contextlib.suppress(ClusterError):  # nothing is heard of them
+        return any(state.writes is not None for state in processes.store.states())
+    return False
 
 
 def together(

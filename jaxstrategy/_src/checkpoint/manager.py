@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import operator
 import os
@@ -11,23 +12,22 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self, final, overload
+from typing import Self, final, overload
 
 import jax
 
 from jaxstrategy._src import text
 from jaxstrategy._src.checkpoint import agreement
 from jaxstrategy._src.checkpoint.agreement import first_line
-from jaxstrategy._src.checkpoint.folder import Folder
-from jaxstrategy._src.checkpoint.memory import Snapshots
-from jaxstrategy._src.checkpoint.record import (
+from jaxstrategy._src.checkpoint.folder import (
     CheckpointError,
     Damage,
     DamagedCheckpointWarning,
+    Folder,
     Record,
-    described,
     verify,
 )
+from jaxstrategy._src.checkpoint.memory import Read, Snapshots
 from jaxstrategy._src.checkpoint.state import Array, Reading, State
 from jaxstrategy._src.cluster.resolvers import environment
 from jaxstrategy._src.contexts import context
@@ -176,10 +176,7 @@ class CheckpointManager:
         self._asynchronous = asynchronous
         self._restored: Restored | None = None
         self._own: set[int] = set()  # saved or restored by this manager
-        self._thread: threading.Thread | None = None  # waits for what is written
-        self._writing = 0
-        self._unfinished = ""  # the folder that is written into
-        self._failure: Exception | None = None
+        self._writing = agreement.Background()
         self._memory_every = memory_every
         self._memory = None if memory_every is None else self._in_memory()
         if asynchronous:
@@ -233,36 +230,31 @@ class CheckpointManager:
         """
         _check_host("save")
         step = _checked_step(step)
-        self._raise_failure()
+        self._writing.check()
         self.snapshot(step, state, metrics, extra)
         if not force and self._every is not None and step % self._every:
             return False
         numbers = self._checked(metrics, extra)
         what = self._topic("save", step)
-        self._join()
+        self._writing.join()
         if self._is_saved(step, what):
             return False
         written = State(state)
         # Nothing is restored meanwhile by another thread.
         with written.snapshot(step):
-            entries, arrays = written.saved()
-            told = [f"`{name}` ({described(e)})" for name, e in entries.items()]
-            agreement.compare_leaves(what, told)
+            entries, arrays, _ = written.saved(what)
             record = Record(step, entries, numbers, extra)
-            self._unfinished = self._prepare(step, what)
-            folder = self._folder.path / self._unfinished
+            unfinished = self._prepare(step, what)
             try:
                 with agreement.watched(what):
-                    self._backend.begin(folder, arrays)
+                    self._backend.begin(self._folder.path / unfinished, arrays)
             except (OSError, ValueError) as error:
                 raise self._unwritten(step, first_line(error)) from error
-            self._writing = step
-            self._thread = threading.Thread(
-                target=self._finish, args=[record], name="checkpoint"
-            )
-            self._thread.start()
+            waiting = f"checkpoint {step} in `{self._folder.path}` to be written"
+            finish = functools.partial(self._finish, record, unfinished)
+            self._writing.start("checkpoint", waiting, finish)
         if not self._asynchronous:
-            self._join()
+            self._writing.join()
         return True
 
     def snapshot(
@@ -361,28 +353,23 @@ class CheckpointManager:
         self._folder.damaged.clear()
         return name
 
-    def _finish(self, record: Record) -> None:
+    def _finish(self, record: Record, unfinished: str) -> None:
         """In the background: wait until all is written, then delete older ones."""
         step, path = record.step, self._folder.path
         try:
-            self._backend.finish(path / self._unfinished, path / str(step), record)
-            self._own.add(step)
-        # Any error counts: nobody catches it in this thread, so `wait` raises it.
+            self._backend.finish(path / unfinished, path / str(step), record)
         except Exception as error:
-            reason = self._other_writer(step, error) or first_line(error)
-            self._failure = self._unwritten(step, reason)
-            # `wait` raises it, where `from error` cannot be said any more.
-            self._failure.__cause__ = error
-            return
+            reason = self._other_writer(step, unfinished, error) or first_line(error)
+            raise self._unwritten(step, reason) from error
+        self._own.add(step)
         try:
             if jax.process_index() == 0 and self._keep is not None:
                 self._folder.delete_old(self._keep)
         except OSError as error:
-            self._failure = CheckpointError(
+            raise CheckpointError(
                 f"Checkpoint {step} is written, but an older one could not be deleted "
                 f"in `{self._folder.path}`: {first_line(error)}"
-            )
-            self._failure.__cause__ = error
+            ) from error
 
     def _unwritten(self, step: int, reason: str) -> CheckpointError:
         return CheckpointError(
@@ -391,12 +378,12 @@ class CheckpointManager:
             "writable, and is there room on the disk?"
         )
 
-    def _other_writer(self, step: int, error: Exception) -> str | None:
+    def _other_writer(self, step: int, unfinished: str, error: Exception) -> str | None:
         """The damage that another writer into this folder did; None if it did none."""
         if isinstance(error, FileExistsError):
             did = f"checkpoint {step} is there meanwhile"
-        elif not self._folder.has(self._unfinished) and not self._folder.has(str(step)):
-            did = f"`{self._unfinished}`, into which it was written, was deleted"
+        elif not self._folder.has(unfinished) and not self._folder.has(str(step)):
+            did = f"`{unfinished}`, into which it was written, was deleted"
         else:
             return None
         return f"{did}. Does another training save to this folder? Give it another one."
@@ -410,21 +397,7 @@ class CheckpointManager:
         if self._memory is not None:
             with self._or_without_memory():
                 self._memory.join()
-        self._join()
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            what = f"checkpoint {self._writing} in `{self._folder.path}` to be written"
-            agreement.join(self._thread, what)
-            self._thread = None
-        self._raise_failure()
-
-    def _raise_failure(self) -> None:
-        """Raise what has failed in the background, if that has ended."""
-        is_over = self._thread is None or not self._thread.is_alive()
-        if is_over and self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+        self._writing.join()
 
     def delete(self, step: int) -> None:
         """Delete the checkpoint of `step`.
@@ -469,121 +442,50 @@ class CheckpointManager:
         """
         _check_host("restore")
         self.wait()
-        damaged: dict[int, str] = {}
+        step = None if step is None else _checked_step(step)
+        what = self._topic("restore", step)
+        on_disk, kept = self._steps_on_disk(what), self._latest_in_memory(what)
+        # The latest first; of one step the checkpoint before the snapshot.
+        tried = [(each, True) for each in on_disk]
+        if kept is not None:
+            tried.append((kept, False))
+        tried.sort(reverse=True)
         if step is not None:
-            step = _checked_step(step)
-            what = self._topic("restore", step)
-            if self._memory is not None and step not in self._steps_on_disk(what):
-                if self._latest_in_memory(what) == step:
-                    found = self._from_memory(state_like, partial, [])
-                    if found is not None:
-                        return found
-            self._require(step, self._topic("restore", step))
-            reason = self._damage(step)
-            if reason is not None:
-                raise CheckpointError(
-                    f"Checkpoint {step} in `{self._folder.path}` is damaged: "
-                    f"{reason}. Without a step the latest good one is restored."
-                )
-        else:
-            named = self._steps_on_disk(self._topic("restore"))
-            found = self._from_memory(state_like, partial, named)
-            if found is not None:
-                return found
-            if not named:
-                raise FileNotFoundError(
-                    f"There is no checkpoint in `{self._folder.path}`. Save one, "
-                    "or begin with `restore_or_init`."
-                )
-            step, damaged = self._latest_good(named)
-            if damaged:
-                found = self._from_memory(state_like, partial, [step])
-                if found is not None:
-                    return found
-        state = self._read(state_like, step, partial, damaged)
-        self._own.add(step)
-        if self._memory is not None:  # these are of a course that is left
-            self._memory.delete(self._topic("leave the snapshots of"))
-        return state
+            tried = [each for each in tried if each[0] == step][:1]
+        damaged: dict[int, str] = {}
+        for each, is_on_disk in tried:
+            if not is_on_disk:
+                try:
+                    return self._from_memory(state_like, partial, damaged)
+                except CheckpointError as error:
+                    text.warn(str(error), DamagedCheckpointWarning)
+            elif reason := self._damage(each):
+                damaged[each] = reason
+            else:
+                return self._from_disk(state_like, each, partial, damaged)
+        if step in damaged:
+            raise CheckpointError(
+                f"Checkpoint {step} in `{self._folder.path}` is damaged: "
+                f"{damaged[step]}. Without a step the latest good one is restored."
+            )
+        if not damaged:
+            raise self._absent(step, on_disk)
+        raise CheckpointError(
+            f"All checkpoints in `{self._folder.path}` are damaged. {_listed(damaged)}."
+            " Delete or move them to begin anew."
+        )
 
     def _from_memory(
-        self, state_like: PyTree, partial: bool, named: list[int]
-    ) -> PyTree | None:
-        """The state of a snapshot later than checkpoints of these steps."""
-        memory, what = self._memory, self._topic("restore a snapshot")
-        step = self._latest_in_memory(what)
-        if memory is None or step is None or step <= max(named, default=-1):
-            return None
-        try:
-            record, read = memory.find(what)
-            where = f"The snapshot of step {step} in memory"
-            return self._restore_into(
-                state_like, record, where, partial, read, from_memory=True
-            )
-        except CheckpointError as error:
-            text.warn(str(error), DamagedCheckpointWarning)
-            return None
+        self, state_like: PyTree, partial: bool, damaged: dict[int, str]
+    ) -> PyTree:
+        assert self._memory is not None, "there is a snapshot"
+        record, read = self._memory.find(self._topic("restore a snapshot"))
+        where = f"The snapshot of step {record.step} in memory"
+        return self._restore_into(
+            state_like, record, where, partial, read, damaged, from_memory=True
+        )
 
-    def _latest_in_memory(self, what: str) -> int | None:
-        if self._memory is not None:
-            with self._or_without_memory():
-                return self._memory.latest(what)
-        return None
-
-    def _steps_on_disk(self, what: str) -> list[int]:
-        """Steps for which there is something, good or not, in order."""
-        return agreement.agree(what, self._folder.steps())[0]
-
-    def _require(self, step: int, what: str) -> None:
-        named = self._steps_on_disk(what)
-        if step not in named:
-            has = ", ".join(map(str, named)) if named else "none"
-            raise FileNotFoundError(
-                f"There is no checkpoint {step} in `{self._folder.path}`; it has: "
-                f"{has}."
-            )
-
-    def _latest_good(self, named: list[int]) -> tuple[int, dict[int, str]]:
-        damaged: dict[int, str] = {}
-        step = named[-1]
-        # Orbax goes back to no earlier step by itself (0.12.8).
-        for step in reversed(named):
-            reason = self._damage(step)
-            if reason is None:
-                break
-            damaged[step] = reason
-        told = "; ".join(f"{step}: {reason}" for step, reason in damaged.items())
-        if len(damaged) == len(named):
-            raise CheckpointError(
-                f"All checkpoints in `{self._folder.path}` are damaged. {told}. Delete "
-                "or move them to begin anew."
-            )
-        if damaged:
-            self._folder.damaged |= set(damaged)
-            text.warn(
-                f"Checkpoint {step} in `{self._folder.path}` is restored, "
-                f"because later ones are damaged. {told}.",
-                DamagedCheckpointWarning,
-            )
-        return step, damaged
-
-    def _damage(self, step: int) -> str | None:
-        """The reason why a checkpoint cannot be used, the same in all processes."""
-        folder = self._folder.path / str(step)
-        what = self._topic("verify", step)
-        try:
-            with agreement.watched(what, busy="reads its files"):
-                record = self._folder.record(step)
-                verify(folder, record, jax.process_index(), jax.process_count())
-            reason = None
-        except Damage as damage:
-            reason = str(damage)
-        except OSError as error:
-            reason = f"it cannot be read: {first_line(error)}"
-        reasons = agreement.agree(what, reason)
-        return next(filter(None, reasons), None)
-
-    def _read(
+    def _from_disk(
         self, state_like: PyTree, step: int, partial: bool, damaged: dict[int, str]
     ) -> PyTree:
         record = self._record(step, is_known=True)  # it was verified just now
@@ -600,9 +502,11 @@ class CheckpointManager:
                     "another program delete or change it meanwhile?"
                 ) from error
 
-        return self._restore_into(
-            state_like, record, where, partial, read, damaged=damaged
-        )
+        state = self._restore_into(state_like, record, where, partial, read, damaged)
+        self._own.add(step)
+        if self._memory is not None:  # these are of a course that is left
+            self._memory.delete(self._topic("leave the snapshots of"))
+        return state
 
     def _restore_into(
         self,
@@ -610,20 +514,74 @@ class CheckpointManager:
         record: Record,
         where: str,
         partial: bool,
-        read: Callable[[Mapping[str, Reading]], dict[str, Array]],
-        **details: Any,
+        read: Read,
+        damaged: dict[int, str],
+        from_memory: bool = False,
     ) -> PyTree:
-        """The state with the saved values; `details` are for `restored`."""
+        """The state with the saved values, while later checkpoints are damaged."""
+        if damaged:
+            self._folder.damaged |= set(damaged)
+            text.warn(
+                f"{where} is restored, because later ones are damaged. "
+                f"{_listed(damaged)}.",
+                DamagedCheckpointWarning,
+            )
         state = State(state_like, self._replicas())
         what = self._topic("restore", record.step)
         agreement.compare_leaves(what, list(state.leaves))
-        missing, unexpected = state.check_fits(record.leaves, where, partial)
-        arrays = read(state.readings(record.leaves))
-        restored = state.restored(record.leaves, arrays)
+        restored, missing, unexpected = state.restored(
+            record.leaves, where, partial, read
+        )
         self._restored = Restored(
-            record.step, record.metrics, record.extra, missing, unexpected, **details
+            record.step,
+            record.metrics,
+            record.extra,
+            missing,
+            unexpected,
+            damaged,
+            from_memory,
         )
         return restored
+
+    def _latest_in_memory(self, what: str) -> int | None:
+        if self._memory is not None:
+            with self._or_without_memory():
+                return self._memory.latest(what)
+        return None
+
+    def _steps_on_disk(self, what: str) -> list[int]:
+        """Steps for which there is something, good or not, in order."""
+        return agreement.agree(what, self._folder.steps())[0]
+
+    def _require(self, step: int, what: str) -> None:
+        on_disk = self._steps_on_disk(what)
+        if step not in on_disk:
+            raise self._absent(step, on_disk)
+
+    def _absent(self, step: int | None, on_disk: list[int]) -> FileNotFoundError:
+        if step is None:
+            return FileNotFoundError(
+                f"There is no checkpoint in `{self._folder.path}`. Save one, "
+                "or begin with `restore_or_init`."
+            )
+        has = ", ".join(map(str, on_disk)) if on_disk else "none"
+        return FileNotFoundError(
+            f"There is no checkpoint {step} in `{self._folder.path}`; it has: {has}."
+        )
+
+    def _damage(self, step: int) -> str | None:
+        """The reason why a checkpoint cannot be used, the same in all processes."""
+        folder = self._folder.path / str(step)
+        what, reason = self._topic("verify", step), None
+        try:
+            with agreement.watched(what, busy="reads its files"):
+                record = self._folder.record(step)
+                verify(folder, record, jax.process_index(), jax.process_count())
+        except Damage as damage:
+            reason = str(damage)
+        except OSError as error:
+            reason = f"it cannot be read: {first_line(error)}"
+        return next(filter(None, agreement.agree(what, reason)), None)
 
     @overload
     def restore_or_init(
@@ -744,15 +702,19 @@ def _finish_at_exit(manager: CheckpointManager) -> None:
     alive = weakref.ref(manager)
 
     def finish() -> None:
-        if (manager := alive()) is None or manager._thread is None:
+        if (manager := alive()) is None or manager._writing.thread is None:
             return
-        manager._thread.join()
+        manager._writing.thread.join()
         try:
-            manager._raise_failure()
+            manager._writing.check()
         except CheckpointError as error:  # nobody is left to catch it
             print(error, file=sys.stderr)
 
     threading._register_atexit(finish)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _listed(damaged: Mapping[int, str]) -> str:
+    return "; ".join(f"{step}: {reason}" for step, reason in damaged.items())
 
 
 def _check_host(method: str) -> None:

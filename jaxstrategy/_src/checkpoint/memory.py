@@ -18,7 +18,6 @@ import re
 import secrets
 import shutil
 import socket
-import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,12 +29,11 @@ from jax.sharding import Sharding
 
 from jaxstrategy._src.checkpoint import agreement
 from jaxstrategy._src.checkpoint.agreement import first_line
-from jaxstrategy._src.checkpoint.record import (
+from jaxstrategy._src.checkpoint.folder import (
     OTHER_CHECKSUM,
     CheckpointError,
     Damage,
     Record,
-    described,
 )
 from jaxstrategy._src.checkpoint.state import Array, Reading, State
 from jaxstrategy._src.cluster.resolvers import environment
@@ -77,8 +75,7 @@ class Snapshots:
         self._hosts: list[str] = []  # of each process, once they have met
         self._addresses: list[Any] = []
         self._server: Server | None = None
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
+        self._keeping = agreement.Background()
         self._last: int | None = None
 
     # Saving.
@@ -93,16 +90,14 @@ class Snapshots:
         what = f"keep a snapshot of step {step} of `{self._directory}`"
         self._meet(what)
         with written.snapshot(step):
-            entries, arrays = written.saved()
-            told = [f"`{name}` ({described(e)})" for name, e in entries.items()]
-            token, *_ = agreement.compare_leaves(what, told, secrets.token_hex(4))
+            token = secrets.token_hex(4)
+            entries, arrays, (token, *_) = written.saved(what, token)
             record = Record(step, entries, metrics, extra)
             pieces = self._pieces(arrays)
         self._last = step
-        self._thread = threading.Thread(
-            target=self._keep, args=(f"{step}-{token}", record, pieces), name="snapshot"
-        )
-        self._thread.start()
+        keep = functools.partial(self._keep, f"{step}-{token}", record, pieces)
+        waiting = f"a snapshot of `{self._directory}` to be kept"
+        self._keeping.start("snapshot", waiting, keep)
         return True
 
     def join(self) -> None:
@@ -111,15 +106,7 @@ class Snapshots:
         Raises:
           CheckpointError: it is not.
         """
-        if self._thread is not None:
-            what = f"a snapshot of `{self._directory}` to be kept"
-            agreement.join(self._thread, what)
-            self._thread = None
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise CheckpointError(
-                f"A snapshot could not be kept: {first_line(failure)}"
-            ) from failure
+        self._keeping.join()
 
     def _pieces(self, arrays: Mapping[str, Array]) -> Pieces:
         """Copies of what this process is to keep, by the kind of file."""
@@ -192,10 +179,12 @@ class Snapshots:
             is_whole = True
             # Together: one process alone must not go on without snapshots.
             agreement.together(topic, finish)
-        except Exception as error:  # any: nobody catches it in this thread
-            self._failure = error
+        except Exception as error:
             if not is_whole:
                 shutil.rmtree(folder, ignore_errors=True)
+            raise CheckpointError(
+                f"A snapshot could not be kept: {first_line(error)}"
+            ) from error
 
     # Between hosts.
 

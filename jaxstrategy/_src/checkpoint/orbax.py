@@ -22,8 +22,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxstrategy._src.checkpoint import agreement
-from jaxstrategy._src.checkpoint.folder import files_of
-from jaxstrategy._src.checkpoint.record import Path, Record, write
+from jaxstrategy._src.checkpoint.folder import Path, Record, files_of, write
 from jaxstrategy._src.checkpoint.state import Array, Reading
 
 _NOTHING = "nothing"  # Orbax writes at least one array

@@ -105,10 +105,10 @@ class Cell:
 class RemoteCell(Cell):
     """The shape and dtype of what is elsewhere: no array for steps here."""
 
-    def __init__(self, like: jax.ShapeDtypeStruct, name: str) -> None:
+    def __init__(self, like: jax.ShapeDtypeStruct, refusal: str) -> None:
         super().__init__(None)
         self._like = like
-        self._name = name
+        self._refusal = refusal  # of code that wants an array here
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -120,14 +120,16 @@ class RemoteCell(Cell):
 
     @property
     def ref(self) -> NoReturn:
-        raise self._refusal()
+        raise ContextError(self._refusal)
 
     def lend(self) -> NoReturn:
-        raise self._refusal()
+        raise ContextError(self._refusal)
 
-    def _refusal(self) -> Exception:
-        """The error of code that wants an array here."""
-        return AssertionError(f"{self._name!r} is nowhere")
+    def __getitem__(self, index: EllipsisType) -> jax.Array:
+        raise ContextError(self._refusal)
+
+    def __setitem__(self, index: EllipsisType, value: jax.Array) -> None:
+        raise ContextError(self._refusal)
 
 
 class Side(enum.Enum):

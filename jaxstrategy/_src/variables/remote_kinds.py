@@ -50,7 +50,13 @@ class ServerCell(RemoteCell):
         name: str,
         forget: Callable[[int], object],
     ) -> None:
-        super().__init__(like, name)
+        super().__init__(
+            like,
+            f"Variable {name!r} is on a parameter server, and was used in a "
+            "function that JAX traces (`jax.jit`, `jax.lax.scan`, `jax.grad`), which "
+            "would hold its value of that moment for ever. Schedule the function with "
+            "a `ClusterCoordinator`, or pass it `variable.value()`.",
+        )
         self.server = server
         self.number = number
         weakref.finalize(self, forget, number).atexit = False
@@ -84,15 +90,7 @@ class ServerCell(RemoteCell):
     def _check_reachable(self) -> None:
         """Raise where what is traced now would hold what the server had once."""
         if is_traced() and not context.current().is_initial:
-            raise self._refusal()
-
-    def _refusal(self) -> ContextError:
-        return ContextError(
-            f"Variable {self._name!r} is on a parameter server, and was used in a "
-            "function that JAX traces (`jax.jit`, `jax.lax.scan`, `jax.grad`), which "
-            "would hold its value of that moment for ever. Schedule the function with "
-            "a `ClusterCoordinator`, or pass it `variable.value()`."
-        )
+            raise ContextError(self._refusal)
 
 
 _numbers = itertools.count(1 << 40)
@@ -111,7 +109,7 @@ class PendingChange(Handle):
     ) -> None:
         self.number = next(_numbers)
         self.dtype = np.dtype(like.dtype)
-        self.cell = RemoteCell(like, name)
+        self.cell = RemoteCell(like, f"{name!r} is nowhere")
         self.sharding: NamedSharding = replicas.sharding(REPLICATED)
         self._name = name
         self._replicas = replicas
@@ -373,26 +371,6 @@ def server_kind_of(variable: Handle | Replicas | None) -> ServerKind | None:
 # Variables with a copy on each worker of a coordinator.
 
 
-@final
-class OwnCell(RemoteCell):
-    """A `Cell` that nobody reads or writes but the functions of a worker."""
-
-    def __getitem__(self, index: object) -> NoReturn:
-        raise self._refusal()
-
-    def __setitem__(self, index: object, value: jax.Array) -> NoReturn:
-        raise self._refusal()
-
-    def _refusal(self) -> ContextError:
-        return ContextError(
-            f"Variable {self._name!r} was made with `per_worker_variable=True`, and "
-            "was read or changed outside of a scheduled function, where it has no "
-            "value: each worker has a copy. `read_all()` reads all of them; functions "
-            "that a `ClusterCoordinator` schedules read and change that of their "
-            "worker."
-        )
-
-
 ReadCopies = Callable[[WorkerResource], list[np.ndarray]]
 """What each worker has of a resource, in the order of the workers."""
 
@@ -403,7 +381,7 @@ class PerWorkerKind(VariableKind):
 
     describe = "with a copy on each worker"
     is_readable = False
-    cell: OwnCell
+    cell: RemoteCell
     resource: WorkerResource
 
     def __init__(
@@ -419,7 +397,7 @@ class PerWorkerKind(VariableKind):
     def device(self) -> str:
         return "/job:worker/device:CPU:0"  # TensorFlow's name for the workers' memory
 
-    def begin(self, start: Start, choice: ShardingChoice) -> OwnCell:
+    def begin(self, start: Start, choice: ShardingChoice) -> RemoteCell:
         """The copies; a worker makes its own when it needs it."""
         if choice.divides:
             raise ValueError(
@@ -430,7 +408,18 @@ class PerWorkerKind(VariableKind):
         _check_no_keys(start, self.name, "workers")
         value = np.array(start.array)
         self.resource = WorkerResource(functools.partial(_first_copy, value))
-        self.cell = OwnCell(_type_of(value), self.name)
+        return self.hold(_type_of(value))
+
+    def hold(self, like: jax.ShapeDtypeStruct) -> RemoteCell:
+        """What only functions of a worker read and change."""
+        self.cell = RemoteCell(
+            like,
+            f"Variable {self.name!r} was made with `per_worker_variable=True`, and "
+            "was read or changed outside of a scheduled function, where it has no "
+            "value: each worker has a copy. `read_all()` reads all of them; functions "
+            "that a `ClusterCoordinator` schedules read and change that of their "
+            "worker.",
+        )
         return self.cell
 
     def sent(self) -> tuple[object, ...]:
@@ -468,7 +457,7 @@ def _of_worker(
     kind = PerWorkerKind(Wanted(name, aggregation), Replicas.alone(), lambda: None)
     # The worker has built it for the coordinator, who says when it is gone.
     kind.resource = WorkerResource(_refused, number=number)
-    kind.cell = OwnCell(like, name)
+    kind.hold(like)
     return kind
 
 
