@@ -540,7 +540,7 @@ def test_only_so_much_idle_memory_is_kept_and_similar_sizes_share_it():
 
 def test_sockets_of_children_lie_in_a_folder_of_the_user_which_goes_with_them():
     backend = js.coordinator.LocalProcesses(1, 1)
-    address = backend._tasks.servers[0].address
+    address = backend._servers[0].address
     folder = os.path.dirname(address)
     assert backend.servers[0].versions([]) == []
     assert stat.S_ISSOCK(os.stat(address).st_mode)

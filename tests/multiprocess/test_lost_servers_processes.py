@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 def pids_of(backend):
     """All processes of a backend, by their names."""
-    living = backend._tasks._living
+    living = backend._place._living
     return {task.name: task.process.pid for task in living if not task.over.is_set()}
 
 

@@ -36,6 +36,7 @@ from jaxstrategy._src.launch.options import (
     GPUS,
     JobTask,
     Options,
+    cores,
     job_tasks,
     place,
     share,
@@ -597,9 +598,9 @@ class RoleJob:
         if not task.runs_script:
             # A share of the cores: XLA's own choice for each process would be all.
             simulated = task.variables(self._options).get("JAX_NUM_CPU_DEVICES", 1)
-            cores = _cores()
-            shares = (self._options.workers or 1) if task.job == "worker" else cores
-            own["PJRT_NPROC"] = str(max(int(simulated), cores // shares, 1))
+            all_cores, is_worker = cores(), task.job == "worker"
+            shares = (self._options.workers or 1) if is_worker else all_cores
+            own["PJRT_NPROC"] = str(max(int(simulated), all_cores // shares, 1))
         self._running.add(rank, task, self._machine.run(rank, task, own))
 
     def _ended(self, rank: int, code: int) -> int | None:
@@ -636,9 +637,3 @@ class RoleJob:
                 left.pop(end.rank, None)
         for worker in self._running.workers.values():
             worker.close()
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -290,6 +290,13 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     return options
 
 
+def cores() -> int:
+    """How many of this host's cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     """The GPUs that `CUDA_VISIBLE_DEVICES` names; none where it is unset or empty."""
     return [name for name in environment.get(GPUS, "").split(",") if name.strip()]

@@ -1,21 +1,22 @@
 """Workers and parameter servers in processes at addresses, whoever starts them.
 
-A `Task` is one of these processes, a `TaskGroup` has those of one strategy, and starts
-them where that is its own affair. `ClusterTasks` is the backend of processes that
-somebody else starts.
+A `Task` is one of these processes, a `Place` starts those of one strategy where that is
+its own affair. `ClusterTasks` is the backend of processes that somebody else starts.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import itertools
+import os
 import secrets
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
 
@@ -174,30 +175,14 @@ def reached(
             raise ConnectionError("nobody waits for it any more")
 
 
-class TaskGroup(abc.ABC):
-    """Workers and parameter servers at addresses, for one strategy of this process.
+class Place(abc.ABC):
+    """Where the processes of one strategy run, and who starts them."""
 
-    A worker's process that was started here and ends is followed by the next one at
-    once.
-    """
-
-    def __init__(
-        self,
-        secret: Secret | None,  # of the job; None if all are of this host, at paths
-        start_seconds: float,  # the time in which all must be there
-        patience: float,
-    ) -> None:
-        self.workers: list[Task] = []
-        self.servers: list[Task] = []
-        self.called: list[Peer] = []  # those servers
-        self.told: Mapping[str, Any] = {}  # what a worker says of its devices
-        self._secret = secret
-        self._start_seconds = start_seconds
-        self._patience = patience
-        self._strategy = secrets.token_hex(8)
-        self._closed = threading.Event()
-        self._lock = threading.Lock()
-        self._lives: dict[int, Peer] = {}
+    def __init__(self, secret: Secret | None) -> None:
+        self.secret = secret  # of the job; None if all are of this host, at paths
+        self.strategy = secrets.token_hex(8)
+        self.closed = threading.Event()
+        self._pid = os.getpid()
 
     @abc.abstractmethod
     def task(self, job: Job, number: int, ended: Ended = lambda task: None) -> Task:
@@ -207,163 +192,20 @@ class TaskGroup(abc.ABC):
     def end_all(self) -> None:
         """End the processes, or let go of them."""
 
-    def begin(
-        self, workers: int, servers: int, told: Mapping[str, Any] | None = None
-    ) -> None:
-        """Start so many, and call them; `told` is what workers would say."""
-        self._locks = [threading.Lock() for _ in range(workers)]
-        self._unused = set(range(workers))  # those whose process was never given out
-        try:
-            with ThreadPoolExecutor(workers + servers) as pool:
-                serving = [pool.submit(self.task, "ps", k) for k in range(servers)]
-                working = [
-                    pool.submit(self.task, "worker", k, self._ended_of(k))
-                    for k in range(workers)
-                ]
-            errors = [e for each in (*working, *serving) if (e := each.exception())]
-            if errors and all(isinstance(each, ClusterError) for each in errors):
-                raise ClusterError(" ".join(map(str, errors)))
-            self.workers = [each.result() for each in working]
-            self.servers = [each.result() for each in serving]
-            end = time.monotonic() + self._start_seconds
-            with ThreadPoolExecutor(servers) as pool:
-                made = [pool.submit(self._called, task, end) for task in self.servers]
-            # All that were made are kept, also if another one fails, to be closed.
-            self.called += [each.result() for each in made if not each.exception()]
-            for each in made:
-                each.result()
-            self.told = told or self._first_worker(end)
-        except BaseException:
-            self.close()
-            raise
-
-    def start(self, worker: int, incarnation: int) -> Peer:
-        """A new life of a worker, as soon as its process is there."""
-        task = self._renewed(worker)
-        addresses = tuple(each.address for each in self.servers)
-        life = f"{incarnation}.{next(_lives)}"
-        hello = Hello("begin", COORDINATOR, self._strategy, life, worker, addresses)
-        # A process of this host ends if it does not start; others somebody else starts.
-        is_here = self._secret is None
-        end = time.monotonic() + self._start_seconds if is_here else None
-        try:
-            stream, _ = reached(task, self._secret, hello, end, self._closed)
-        except ConnectionError as error:
-            task.kill()
-            raise WorkerLost(task.why("is lost", error)) from error
-        options: Any = {"patience": self._patience, "first": stream}
-        joining = hello._replace(wants="join")
-        begun = Peer(task, self._secret, joining, WorkerLost, **options)
-        self._begin_life(worker, begun)
-        return begun
-
-    def restart_server(self, number: int) -> None:
-        """A new process of a parameter server, which has nothing."""
-        self.servers[number].kill()
-        self.servers[number].close()
-        self.servers[number] = task = self.task("ps", number)
-        self._reach_server(task, time.monotonic() + self._start_seconds)
-        self.called[number].move_to(task)
-
-    def close(self) -> None:
-        """Close all connections, and end all or let go of it; may be called twice."""
-        if self._closed.is_set():
+    def close(self, *called: Iterable[Peer]) -> None:
+        """Close all connections and end all; may be called twice."""
+        # A fork of this process has no children.
+        if self.closed.is_set() or os.getpid() != self._pid:
             return
-        self._closed.set()
-        for worker in tuple(self._lives):
-            self._begin_life(worker, None)
-        for server in self.called:
-            server.close()
+        self.closed.set()
+        for peer in itertools.chain(*map(tuple, called)):
+            peer.close()
         self.end_all()
 
     def check_open(self) -> None:
         """Raise if nothing is to be started any more."""
-        if self._closed.is_set() or not threading.main_thread().is_alive():
+        if self.closed.is_set() or not threading.main_thread().is_alive():
             raise ClusterError(ALL_ENDED)
-
-    def _renewed(self, worker: int) -> Task:
-        """The process of a worker that is to begin a new life."""
-        with self._locks[worker]:
-            old = self.workers[worker]
-            is_fresh = worker in self._unused and not old.over.is_set()
-            if not is_fresh:
-                old.kill()  # it may have what the next one needs
-                try:
-                    self.workers[worker] = self._another(worker)
-                except ClusterError as error:
-                    raise WorkerLost(f"Worker {worker} is lost. {error}") from error
-            self._unused.discard(worker)
-            task = self.workers[worker]
-        if not is_fresh:
-            old.close()
-        return task
-
-    def _another(self, worker: int) -> Task:
-        return self.task("worker", worker, self._ended_of(worker))
-
-    def _ended_of(self, worker: int) -> Ended:
-        def ended(task: Task) -> None:
-            with self._locks[worker]:
-                is_used = worker not in self._unused
-                if is_used and task is self.workers[worker]:
-                    # Who asks for one tries again, and hears of it.
-                    with contextlib.suppress(ClusterError):
-                        self.workers[worker] = self._another(worker)
-                        self._unused.add(worker)
-
-        return ended
-
-    def _begin_life(self, worker: int, life: Peer | None) -> None:
-        """Let go of the life before, which its task then forgets."""
-        with self._lock:
-            old = self._lives.pop(worker, None)
-            if life is not None and not self._closed.is_set():
-                self._lives[worker] = life
-        for each in (old, life if self._closed.is_set() else None):
-            if each is not None:
-                each.close()
-
-    def _called(self, task: Task, end: float) -> Peer:
-        self._reach_server(task, end)
-        hello = Hello("join", COORDINATOR, self._strategy)
-        return called_server(task, self._secret, hello, self._patience)
-
-    def _reach_server(self, task: Task, end: float) -> None:
-        """Begin the session of a server."""
-        hello = Hello("begin", COORDINATOR, self._strategy)
-        try:
-            reached(task, self._secret, hello, end, self._closed)[0].close()
-        except ConnectionError as error:
-            raise ClusterError(task.why("cannot be reached", error)) from error
-
-    def _first_worker(self, end: float) -> Mapping[str, Any]:
-        found: list[Mapping[str, Any]] = []
-        failures: list[str] = []
-        there = threading.Event()
-        hello = Hello("devices", COORDINATOR, self._strategy)
-
-        def ask(task: Task) -> None:
-            try:
-                stream, answer = reached(
-                    task, self._secret, hello, end, self._closed, there
-                )
-            except ConnectionError as error:
-                failures.append(task.why("cannot be reached", error))
-                return
-            stream.close()
-            found.append(answer)
-            there.set()
-
-        with ThreadPoolExecutor(len(self.workers)) as pool:
-            list(pool.map(ask, self.workers))
-        if not found:
-            addresses = ", ".join(task.address for task in self.workers)
-            raise ClusterError(
-                f"None of the workers at {addresses} can be reached. Each runs `python "
-                "-m jaxstrategy.parameter_servers`, or `jaxstrategy.Server(...)."
-                f"join()`. {failures[0]}"
-            )
-        return found[0]
 
 
 ALL_ENDED = "All processes were ended."
@@ -379,26 +221,57 @@ def called_server(
 
 
 class TaskBackend(AbstractWorkerBackend):
-    """A backend of processes at addresses."""
+    """A backend of processes at addresses.
 
-    def _begin(
+    A worker's process that was started here and ends is followed by the next one at
+    once.
+    """
+
+    def __init__(
         self,
-        tasks: TaskGroup,
+        place: Place,
         workers: int,
         servers: int,
-        told: Mapping[str, Any] | None = None,
+        start_seconds: float,  # the time in which all must be there
+        patience: float,
+        told: Mapping[str, Any]
+        | None = None,  # what workers would say of their devices
         are_own: bool = True,
     ) -> None:
+        self._place = place
+        self._start_seconds, self._patience = start_seconds, patience
+        self.num_workers = workers
+        self._locks = [threading.Lock() for _ in range(workers)]
+        self._unused = set(range(workers))  # those whose process was never given out
+        self._lives: dict[int, Peer] = {}
+        self._called: list[Peer] = []  # the servers
+        close = functools.partial(place.close, self._lives.values(), self._called)
         # What was started here ends when nobody has this any more.
         self._close: Callable[[], object] = (
-            weakref.finalize(self, tasks.close) if are_own else tasks.close
+            weakref.finalize(self, close) if are_own else close
         )
-        tasks.begin(workers, servers, told)
-        self._tasks = tasks
-        self.num_workers = workers
-        self.servers = cast("Sequence[Store]", tasks.called)
-        self.replicas_per_worker = tasks.told["devices"]
-        self.platforms = (tasks.told["platform"],)
+        try:
+            with ThreadPoolExecutor(workers + servers) as pool:
+                serving = [pool.submit(place.task, "ps", k) for k in range(servers)]
+                working = [pool.submit(self._started, k) for k in range(workers)]
+            errors = [e for each in (*working, *serving) if (e := each.exception())]
+            if errors and all(isinstance(each, ClusterError) for each in errors):
+                raise ClusterError(" ".join(map(str, errors)))
+            self._workers = [each.result() for each in working]
+            self._servers = [each.result() for each in serving]
+            end = time.monotonic() + start_seconds
+            for task in self._servers:
+                self._reach_server(task, end)
+                hello = Hello("join", COORDINATOR, place.strategy)
+                called = called_server(task, place.secret, hello, patience)
+                self._called.append(called)
+            told = told or self._first_worker(end)
+        except BaseException:
+            self.close()
+            raise
+        self.servers = cast("Sequence[Store]", self._called)
+        self.replicas_per_worker = told["devices"]
+        self.platforms = (told["platform"],)
 
     def start(self, worker: int, incarnation: int) -> WorkerEngine:
         """A new life of a worker, as soon as its process is there.
@@ -406,11 +279,103 @@ class TaskBackend(AbstractWorkerBackend):
         Raises:
           WorkerLost: it did not start; the message has the last lines that it wrote.
         """
-        return cast("WorkerEngine", self._tasks.start(worker, incarnation))
+        task, place = self._renewed(worker), self._place
+        addresses = tuple(each.address for each in self._servers)
+        life = f"{incarnation}.{next(_lives)}"
+        hello = Hello("begin", COORDINATOR, place.strategy, life, worker, addresses)
+        # A process of this host ends if it does not start; others somebody else starts.
+        is_here = place.secret is None
+        end = time.monotonic() + self._start_seconds if is_here else None
+        try:
+            stream, _ = reached(task, place.secret, hello, end, place.closed)
+        except ConnectionError as error:
+            task.kill()
+            raise WorkerLost(task.why("is lost", error)) from error
+        options: Any = {"patience": self._patience, "first": stream}
+        joining = hello._replace(wants="join")
+        begun = Peer(task, place.secret, joining, WorkerLost, **options)
+        with self._locks[worker]:
+            old, self._lives[worker] = self._lives.get(worker), begun
+        # The task then forgets the life before.
+        for each in (old, begun if place.closed.is_set() else None):
+            if each is not None:
+                each.close()
+        return cast("WorkerEngine", begun)
 
     def close(self) -> None:
         """End all that was started, or let go of it; may be called twice."""
         self._close()
+
+    def _renewed(self, worker: int) -> Task:
+        """The process of a worker that is to begin a new life."""
+        with self._locks[worker]:
+            old = self._workers[worker]
+            is_fresh = worker in self._unused and not old.over.is_set()
+            if not is_fresh:
+                old.kill()  # it may have what the next one needs
+                try:
+                    self._workers[worker] = self._started(worker)
+                except ClusterError as error:
+                    raise WorkerLost(f"Worker {worker} is lost. {error}") from error
+            self._unused.discard(worker)
+            task = self._workers[worker]
+        if not is_fresh:
+            old.close()
+        return task
+
+    def _started(self, worker: int) -> Task:
+        this = weakref.ref(self)  # threads that wait for its end must not keep this
+
+        def ended(task: Task) -> None:
+            if (backend := this()) is not None:
+                backend._follow(worker, task)
+
+        return self._place.task("worker", worker, ended)
+
+    def _follow(self, worker: int, task: Task) -> None:
+        """Start the next process of a worker, if the one that has ended was used."""
+        with self._locks[worker]:
+            if worker not in self._unused and task is self._workers[worker]:
+                # Who asks for one tries again, and hears of it.
+                with contextlib.suppress(ClusterError):
+                    self._workers[worker] = self._started(worker)
+                    self._unused.add(worker)
+
+    def _reach_server(self, task: Task, end: float) -> None:
+        """Begin the session of a server."""
+        place = self._place
+        hello = Hello("begin", COORDINATOR, place.strategy)
+        try:
+            reached(task, place.secret, hello, end, place.closed)[0].close()
+        except ConnectionError as error:
+            raise ClusterError(task.why("cannot be reached", error)) from error
+
+    def _first_worker(self, end: float) -> Mapping[str, Any]:
+        """What the first of all workers that is there says of its devices."""
+        place, there = self._place, threading.Event()
+        hello = Hello("devices", COORDINATOR, place.strategy)
+
+        def ask(task: Task) -> Mapping[str, Any]:
+            given_up = place.closed, there
+            stream, told = reached(task, place.secret, hello, end, *given_up)
+            stream.close()
+            there.set()
+            return told
+
+        with ThreadPoolExecutor(len(self._workers)) as pool:
+            asked = [pool.submit(ask, task) for task in self._workers]
+        errors: list[ConnectionError] = []
+        for each in asked:
+            try:
+                return each.result()
+            except ConnectionError as error:
+                errors.append(error)
+        first, addresses = self._workers[0], [task.address for task in self._workers]
+        raise ClusterError(
+            f"None of the workers at {', '.join(addresses)} can be reached. Each runs "
+            "`python -m jaxstrategy.parameter_servers`, or `jaxstrategy.Server(...)."
+            f"join()`. {first.why('cannot be reached', errors[0])}"
+        )
 
 
 class StartedProcesses(TaskBackend):
@@ -421,34 +386,33 @@ class StartedProcesses(TaskBackend):
 
         Callable from any thread.
         """
-        self._tasks.workers[worker].kill()
+        self._workers[worker].kill()
 
 
 @final
-class _ClusterGroup(TaskGroup):
-    def __init__(
-        self, addresses: ClusterAddresses, start_seconds: float, patience: float
-    ) -> None:
-        super().__init__(checked_secret(addresses.servers[0]), start_seconds, patience)
-        self._addresses: Mapping[Job, Sequence[str]] = {
-            "worker": addresses.workers,
-            "ps": addresses.servers,
-        }
+class _Addresses(Place):
+    """Processes that somebody else starts."""
+
+    def __init__(self, addresses: ClusterAddresses) -> None:
+        super().__init__(checked_secret(addresses.servers[0]))
+        self._addresses = addresses
 
     def task(self, job: Job, number: int, ended: Ended = lambda task: None) -> Task:
-        return Task(f"{NAMES[job]} {number}", self._addresses[job][number])
+        addresses = self._addresses
+        own = addresses.workers if job == "worker" else addresses.servers
+        return Task(f"{NAMES[job]} {number}", own[number])
 
     def end_all(self) -> None:
         """Let go of the tasks, which wait for another coordinator."""
-        hello = Hello("end", COORDINATOR, self._strategy)
+        hello = Hello("end", COORDINATOR, self.strategy)
 
-        def end(task: Task) -> None:
+        def end(address: str) -> None:
             # One that cannot be reached holds nothing any more.
             with contextlib.suppress(ConnectionError, ClusterError):
-                joined(task.address, self._secret, hello)[0].close()
+                joined(address, self.secret, hello)[0].close()
 
-        with ThreadPoolExecutor(len(self.servers) or 1) as pool:
-            list(pool.map(end, self.servers))
+        with ThreadPoolExecutor(len(self._addresses.servers)) as pool:
+            list(pool.map(end, self._addresses.servers))
 
 
 @final
@@ -465,7 +429,8 @@ class ClusterTasks(TaskBackend):
         start_seconds: float = 300.0,
         patience: float = PATIENCE,
     ) -> None:
-        addresses = checked_cluster(resolver.cluster_spec(), resolver.task_type)
-        tasks = _ClusterGroup(addresses, start_seconds, patience)
-        counts = len(addresses.workers), len(addresses.servers)
-        self._begin(tasks, *counts, are_own=False)
+        found = checked_cluster(resolver.cluster_spec(), resolver.task_type)
+        counts = len(found.workers), len(found.servers)
+        super().__init__(
+            _Addresses(found), *counts, start_seconds, patience, are_own=False
+        )

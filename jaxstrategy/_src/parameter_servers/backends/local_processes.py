@@ -22,16 +22,16 @@ from jaxstrategy._src.cluster.resolvers import environment as _environment
 from jaxstrategy._src.cluster.resolvers.environment import VARIABLE as TF_CONFIG
 from jaxstrategy._src.errors import ClusterError, ParameterServerLost
 from jaxstrategy._src.launch.child_process import Guard, GuardedProcess
-from jaxstrategy._src.launch.options import GPUS, visible_gpus
+from jaxstrategy._src.launch.options import GPUS, cores, visible_gpus
 from jaxstrategy._src.parameter_servers.backends import child as _child
 from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
     ALL_ENDED,
     NAMES,
     Ended,
     Job,
+    Place,
     StartedProcesses,
     Task,
-    TaskGroup,
 )
 from jaxstrategy._src.parameter_servers.peer import PATIENCE
 from jaxstrategy._src.processes.secret import VARIABLE as SECRET
@@ -69,37 +69,25 @@ _SIMULATED = re.compile(r"--xla_force_host_platform_device_count=\S*")
 
 
 def of_child(
-    inherited: Mapping[str, str], cpu_devices: int, threads: int
+    inherited: Mapping[str, str], cpu_devices: int | None, threads: int
 ) -> dict[str, str]:
-    """The environment of a child that uses CPU devices only."""
+    """The environment of a child that uses so many CPU devices; or GPUs."""
     variables = {k: v for k, v in inherited.items() if k not in _OF_ONE_PROCESS}
-    variables |= options_of_jax()
+    # This process's options of JAX, in the form in which a new process reads them.
+    found = {name: getattr(jax.config, name, None) for name in _OPTIONS}
+    variables |= {k.upper(): str(v) for k, v in found.items() if v is not None}
     variables["XLA_FLAGS"] = _SIMULATED.sub("", variables.get("XLA_FLAGS", "")).strip()
+    if cpu_devices is not None:
+        variables["JAX_PLATFORMS"] = "cpu"
     return variables | {
         "PYTHONUNBUFFERED": "1",
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(cpu_devices),
+        "JAX_NUM_CPU_DEVICES": str(cpu_devices or 1),
         # XLA takes all cores for each process otherwise: two workers on two cores
         # took 1.5 times as long for each step (3 x 256 MLP, JAX 0.12).
-        "PJRT_NPROC": str(max(cpu_devices, threads)),
+        "PJRT_NPROC": str(max(cpu_devices or 1, threads)),
         "OMP_NUM_THREADS": str(threads),
         "OPENBLAS_NUM_THREADS": str(threads),
     }
-
-
-def options_of_jax() -> dict[str, str]:
-    """This process's options of JAX, in the form in which a new process reads them."""
-    found = {name: getattr(jax.config, name, None) for name in _OPTIONS}
-    return {k.upper(): str(v) for k, v in found.items() if v is not None}
-
-
-def threads_of_one(workers: int) -> int:
-    """How many threads a worker has for itself, of several on this host."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    return max(1, cores // workers)
 
 
 _MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -128,14 +116,12 @@ def devices_of_workers(
         platform = export.default_export_platform()
     found = []
     for worker in range(workers):
-        own = of_child(inherited, 1 if gpus else each, threads_of_one(workers))
+        own = of_child(inherited, None if gpus else each, max(1, cores() // workers))
         if directory := own.get(_COMPILED):
             # JAX reads entries while another process writes them: "Error reading
             # persistent compilation cache entry", and compiles anyway (0.10 to 0.12).
             own[_COMPILED] = f"{directory}/worker-{worker}"
         if gpus:
-            del own["JAX_PLATFORMS"]
-            own |= {k: inherited[k] for k in ("JAX_PLATFORMS",) if k in inherited}
             own[GPUS] = ",".join(gpus[worker])
             if sharing > 1:
                 own.setdefault(_MEMORY, f"{_WHOLE / sharing:.3f}")
@@ -174,13 +160,11 @@ _POLITE_SECONDS = 2.0
 
 
 @final
-class LocalTasks(TaskGroup):
+class _ThisHost(Place):
     """Processes of this host, which listen in a folder that only this user enters."""
 
-    def __init__(
-        self, environments: Sequence[Mapping[str, str]], seconds: float, patience: float
-    ) -> None:
-        super().__init__(None, seconds, patience)
+    def __init__(self, environments: Sequence[Mapping[str, str]]) -> None:
+        super().__init__(None)
         # A path of a socket has at most 107 characters.
         where = tempfile.gettempdir()
         self._folder = tempfile.mkdtemp(
@@ -190,7 +174,6 @@ class LocalTasks(TaskGroup):
         self._numbers = itertools.count()
         self._starting = threading.Lock()
         self._living: list[Task] = []
-        self._pid = os.getpid()
         # The children see the environment as it is now, whatever becomes of it.
         self._of_server = of_child(dict(os.environ), 1, 1)
         self._of_worker = environments
@@ -224,12 +207,8 @@ class LocalTasks(TaskGroup):
             self._living.append(started)
         return started
 
-    def close(self) -> None:
-        """End all: asked to first, then made to. May be called twice."""
-        if os.getpid() == self._pid:  # a fork of the parent has no children
-            super().close()
-
     def end_all(self) -> None:
+        """End all: asked to first, then made to."""
         with self._starting:  # nothing is started any more
             living = self._living
         for task in living:
@@ -248,12 +227,12 @@ class LocalTasks(TaskGroup):
         self._guard.abandon()
 
 
-_all: weakref.WeakSet[LocalTasks] = weakref.WeakSet()
+_all: weakref.WeakSet[_ThisHost] = weakref.WeakSet()
 
 
 def _abandon_all() -> None:
-    for tasks in _all:
-        tasks.abandon()
+    for place in _all:
+        place.abandon()
 
 
 # The guard would wait for the forks of its parent too, which have copies of its pipe.
@@ -304,8 +283,8 @@ class LocalProcesses(StartedProcesses):
         if devices_per_worker is not None:
             positive("devices_per_worker", devices_per_worker)
         told, environments = devices_of_workers(workers, devices_per_worker)
-        tasks = LocalTasks(environments, start_seconds, patience)
-        self._begin(tasks, workers, parameter_servers, told)
+        place, counts = _ThisHost(environments), (workers, parameter_servers)
+        super().__init__(place, *counts, start_seconds, patience, told)
 
     def restart_servers(self, servers: Sequence[int]) -> None:
         """New processes of parameter servers.
@@ -314,8 +293,12 @@ class LocalProcesses(StartedProcesses):
           ParameterServerLost: one did not start.
         """
         for number in servers:
+            self._servers[number].kill()
+            self._servers[number].close()
             try:
-                self._tasks.restart_server(number)
+                self._servers[number] = task = self._place.task("ps", number)
+                self._reach_server(task, time.monotonic() + self._start_seconds)
             except ClusterError as error:
                 why = f"Parameter server {number} is lost. {error}"
                 raise ParameterServerLost(why) from error
+            self._called[number].move_to(task)

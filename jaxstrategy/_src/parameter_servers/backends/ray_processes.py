@@ -25,9 +25,9 @@ from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
     NAMES,
     Ended,
     Job,
+    Place,
     StartedProcesses,
     Task,
-    TaskGroup,
 )
 from jaxstrategy._src.parameter_servers.peer import PATIENCE
 from jaxstrategy._src.processes import secret as _secret
@@ -49,7 +49,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 @final
-class RayTasks(TaskGroup):
+class _Bundles(Place):
     """Processes of `python -m jaxstrategy.parameter_servers`, each in its bundle."""
 
     def __init__(
@@ -61,9 +61,8 @@ class RayTasks(TaskGroup):
         environments: Mapping[Job, Mapping[str, str]],
         servers: int,
         secret: Secret,
-        patience: float,
     ) -> None:
-        super().__init__(secret, seconds, patience)
+        super().__init__(secret)
         self._cluster = cluster
         self._seconds = seconds
         self._environments = environments
@@ -194,8 +193,8 @@ class RayProcesses(StartedProcesses):
         cpus = math.ceil(sum(each.get("CPU", 0.0) for each in bundles))
         cluster = RayCluster(address, cpus, working_dir)
         start = bundles, placement, start_seconds, environments, servers
-        tasks = RayTasks(cluster, *start, secret, patience)
-        self._begin(tasks, workers, servers)
+        place = _Bundles(cluster, *start, secret)
+        super().__init__(place, workers, servers, start_seconds, patience)
 
 
 def _bundle(resources: Mapping[str, float]) -> dict[str, float]:
@@ -224,9 +223,5 @@ def _of_worker(
     environment: Mapping[str, str], cpus: float, devices: int | None
 ) -> dict[str, str]:
     """The environment of a process, which simulates devices unless it has GPUs."""
-    own = local_processes.of_child(environment, devices or 1, max(1, int(cpus)))
-    own |= {_secret.VARIABLE: environment[_secret.VARIABLE]}
-    if devices is None:
-        del own["JAX_PLATFORMS"]
-        own |= {k: v for k, v in environment.items() if k == "JAX_PLATFORMS"}
-    return own
+    own = local_processes.of_child(environment, devices, max(1, int(cpus)))
+    return own | {_secret.VARIABLE: environment[_secret.VARIABLE]}
