@@ -177,23 +177,19 @@ class Task:
         name, is_path = self.name.capitalize(), self.address.startswith("/")
         return name if is_path else f"{name} at {self.address}"
 
-    def last_output(self) -> str:
-        """The last lines that it wrote, and how it has ended if it has."""
+    def why(self, what: str, error: object) -> str:
+        """Why something is so, for people; with the last lines that it wrote."""
+        text = f"{self.shown} {what}: {error}."
         if self.process is None:
-            return ""
+            return text
         # Its connections break before it is known that it is over.
         if self.over.wait(self._news_seconds):
             self._output.finish(_DRAIN_SECONDS)
         lines = [line.decode(errors="replace") for line in self._output.tail]
         if self._code is not None:
             lines.append(f"(it ended with {described(self._code)})")
-        return "\n".join(lines)
-
-    def why(self, what: str, error: Exception) -> str:
-        """Why something is so, for people."""
-        said = self.last_output()
-        more = f"\nThe last that it wrote:\n{said}" if said else ""
-        return f"{self.shown} {what}: {error}.{more}"
+        said = "\n".join(lines).strip()
+        return f"{text}\nThe last that it wrote:\n{said}" if said else text
 
     def kill(self) -> None:
         """End it now, and what it has started, if this process has started it."""
@@ -227,10 +223,8 @@ class Task:
 PATIENCE = 10.0
 """Seconds without a sign of life, after which a process is lost."""
 LONGEST_PATIENCE = 1e6
-_LINES = 20  # of a lost process's output
 _RECONNECT_SECONDS = 20.0  # how long a server may be out of reach before it is lost
 _RECONNECT_PAUSE = 0.2
-_REPLACED = "another process was started in its place"
 _MOST_REPEATS = 3  # of one request; it may be what breaks the connection
 
 
@@ -256,7 +250,7 @@ class Peer:
                 f"The patience was {patience!r}; seconds from 0 to "
                 f"{LONGEST_PATIENCE:g} were wanted, 0 excluded."
             )
-        self._task, self._secret, self._joining = task, secret, joining
+        self._secret, self._joining = secret, joining
         self._lost = lost
         self._patience = patience
         self._most_repeats = _MOST_REPEATS if reconnects else 0
@@ -264,13 +258,9 @@ class Peer:
         self._lock = threading.Lock()
         self._reconnecting = threading.Lock()
         self._is_closed = False
-        self._idle: list[Stream] = []
-        self._all: set[Stream] = set()
-        self._why: str | None = None  # it is lost
-        weakref.finalize(self, _close, self._all)
+        self._connections = _Connections(task)
         if first is not None:
-            self._add(first, task)
-            self._idle.append(first)
+            self._keep(first, self._connections)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):
@@ -303,129 +293,122 @@ class Peer:
 
     def kill(self) -> None:
         """End a worker now; one that somebody else has started forgets its life."""
-        self._task.kill()
+        self._connections.task.kill()
         self.close("it was ended here")
 
     def move_to(self, task: Task) -> None:
         """Go on with another process in its place, which has nothing."""
-        self._drop(_REPLACED)
-        with self._lock:
-            self._task, self._why = task, None
+        self._drop(self._connections, "another process was started in its place")
+        self._connections = _Connections(task)
 
     def close(self, why: str = "its connections were closed here") -> None:
         """Close all streams; who waits for an answer gets the error of a lost one."""
         self._is_closed = True
-        self._drop(why)
+        self._drop(self._connections, why)
 
     def _asked(self, method: str, *arguments: object) -> Any:
-        message, task = packed((method, *arguments)), self._task
-        stream = self._taken()
-        is_whole = False
+        if os.getpid() != self._process:
+            raise self._lost(
+                f"{self._connections.task.shown} was connected to a process of which "
+                "this one is a fork, and must not be asked by both. Start processes by "
+                "spawn, or make the strategy in this one."
+            )
+        message, connections = packed((method, *arguments)), self._connections
+        stream = self._taken(connections)
         try:
             stream.send_packed(message)
             while stream.is_silent():
                 try:  # whether the process answers another connection
                     # A quarter of the time has gone.
-                    self._dial(0.75 * self._patience).close()
-                except (EOFError, OSError) as error:
+                    self._dial(connections, 0.75 * self._patience).close()
+                except OSError as error:
                     raise TimeoutError from error
             answer = stream.receive()
-            is_whole = True
         except (EOFError, OSError, FrameError) as error:
-            why = _reason(error, self._patience)
-            # Else it was reached again meanwhile, over others.
-            if stream in self._all:
-                self._drop(why, task)
-            raise self._error(self._why or why) from error
-        finally:
-            # Whatever else ends it, such as Ctrl-C, leaves half a message behind.
+            self._drop(connections, _reason(error, self._patience))
+            raise self._error(connections) from error
+        except BaseException:  # such as Ctrl-C, which leaves half a message behind
             with self._lock:
-                if is_kept := is_whole and stream in self._all:
-                    self._idle.append(stream)
-                else:
-                    self._all.discard(stream)
-            if not is_kept:
-                stream.close()
+                connections.streams.discard(stream)
+            stream.close()
+            raise
+        with self._lock:
+            if connections.why is None:
+                connections.idle.append(stream)
         if isinstance(answer, _Failure):
-            raise answer.raised(self._task.shown)
+            raise answer.raised(connections.task.shown)
         return answer
 
-    def _dial(self, seconds: float) -> Stream:
-        return joined(self._task.address, self._secret, self._joining, seconds)[0]
+    def _dial(self, connections: _Connections, seconds: float = SECONDS) -> Stream:
+        address = connections.task.address
+        return joined(address, self._secret, self._joining, seconds)[0]
 
-    def _taken(self) -> Stream:
-        if os.getpid() != self._process:
-            raise self._lost(
-                f"{self._task.shown} was connected to a process of which this one is a "
-                "fork, and must not be asked by both. Start processes by spawn, or "
-                "make the strategy in this one."
-            )
+    def _taken(self, connections: _Connections) -> Stream:
         with self._lock:
-            why = self._why
-            if why is None and self._idle:
-                return self._idle.pop()
-        if why is not None:
-            raise self._error(why)
-        task = self._task
+            if connections.idle:
+                return connections.idle.pop()
+        if connections.why is not None:
+            raise self._error(connections)
         try:
-            stream = self._dial(SECONDS)
-        except (EOFError, OSError) as error:
-            self._drop(why := f"it cannot be reached ({error})", task)
-            raise self._error(self._why or why) from error
-        if (why := self._add(stream, task)) is not None:
-            stream.close()
-            raise self._error(why)
-        return stream
+            stream = self._dial(connections)
+        except OSError as error:
+            self._drop(connections, f"it cannot be reached ({error})")
+            raise self._error(connections) from error
+        self._keep(stream, connections)
+        return self._taken(connections)
 
-    def _add(self, stream: Stream, task: Task) -> str | None:
-        """Have a connection more, unless it is lost: why that is."""
+    def _keep(self, stream: Stream, connections: _Connections) -> None:
+        """Have a connection more, unless they are lost."""
         stream.limit_silence(self._patience)
         with self._lock:
-            if task is not self._task:
-                return _REPLACED
-            if self._why is None:
-                self._all.add(stream)
-            return self._why
+            if connections.why is None:
+                connections.streams.add(stream)
+                connections.idle.append(stream)
+                return
+        stream.close()
 
     def _connect_again(self, lost: Exception) -> None:
         """Reach the process over new connections."""
         with self._reconnecting:  # the first that finds it lost connects for all
             end = time.monotonic() + _RECONNECT_SECONDS
-            while self._why is not None:
+            while (before := self._connections).why is not None:
                 if self._is_closed or time.monotonic() >= end:
                     raise lost
                 try:
-                    stream = self._dial(SECONDS)
+                    stream = self._dial(before)
                 except (ConnectionAbortedError, ConnectionRefusedError) as error:
-                    raise self._error(str(error)) from lost
+                    raise self._lost(before.task.why("is lost", error)) from lost
                 except ConnectionError:
                     time.sleep(_RECONNECT_PAUSE)
                     continue
-                stream.limit_silence(self._patience)
-                with self._lock:
-                    self._all.add(stream)
-                    self._idle.append(stream)
-                    self._why = None
+                self._connections = _Connections(before.task)
+                self._keep(stream, self._connections)
                 if self._is_closed:  # just now
-                    self._drop(str(lost))
+                    self._drop(self._connections, str(lost))
 
-    def _drop(self, why: str, task: Task | None = None) -> None:
+    def _drop(self, connections: _Connections, why: str) -> None:
         with self._lock:
-            if task not in (None, self._task):
-                return  # what is lost is the process before
-            self._why = self._why or why
-            streams = set(self._all)
-            self._all.clear()
-            self._idle.clear()
+            connections.why = connections.why or why
+            streams = tuple(connections.streams)
+            connections.streams.clear()
+            connections.idle.clear()
         _close(streams)
 
-    def _error(self, why: str) -> Exception:
-        # Without the lock, because `last_output` may wait for the process to end.
-        text = f"{self._task.shown} is lost: {why}."
-        if output := self._task.last_output().strip():
-            lines = output.splitlines()[-_LINES:]
-            text += "\n".join(["\nThe last that it wrote:", *lines])
-        return self._lost(text)
+    def _error(self, connections: _Connections) -> Exception:
+        # Without the lock, because it may wait for the process to end.
+        return self._lost(connections.task.why("is lost", connections.why))
+
+
+@final
+class _Connections:
+    """Those to one process, until it is lost or replaced."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.why: str | None = None  # they are lost
+        self.streams: set[Stream] = set()
+        self.idle: list[Stream] = []
+        weakref.finalize(self, _close, self.streams)
 
 
 def _close(streams: Iterable[Stream]) -> None:
@@ -473,13 +456,7 @@ def joined(
     address: str, secret: Secret | None, hello: Hello, seconds: float = SECONDS
 ) -> tuple[Stream, Mapping[str, Any]]:
     """A stream to a task of a cluster, and what it says of itself."""
-    refused = ConnectionRefusedError, FileNotFoundError
-    try:
-        stream = dialled(address, secret, seconds)
-    except OSError as error:
-        if isinstance(error, refused) or isinstance(error.__cause__, refused):
-            raise ConnectionRefusedError(f"nobody listens at {address}") from error
-        raise ConnectionError(str(error)) from error
+    stream = dialled(address, secret, seconds)
     try:
         stream.limit_silence(seconds)
         stream.send(hello)

@@ -10,6 +10,7 @@ enters.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import errno
 import functools
@@ -568,39 +569,37 @@ class Listener:
 def dialled(
     address: str, secret: Secret | None = None, seconds: float = SECONDS
 ) -> Stream:
-    """The stream of a new connection to a `Listener`."""
-    if secret is None:
-        sock = socket.socket(socket.AF_UNIX)
+    """The stream of a new connection to a `Listener`, or a `ConnectionError`."""
+    with contextlib.ExitStack() as closing:
         try:
-            sock.settimeout(seconds)  # a process that is stopped takes some hundreds
-            sock.connect(address)
-        except BaseException:
-            sock.close()
-            raise
-        return Stream(sock)
-    try:
-        sock = _connected(address, secret, seconds)
-    except OSError as error:
-        why = error.strerror or error
-        raise ConnectionError(f"{address} does not answer ({why})") from error
-    try:
-        return _proven(sock, secret, False, seconds)
-    except BaseException as error:
-        sock.close()
-        if isinstance(error, EOFError | OSError):
-            raise ConnectionError(f"{address} does not answer ({error})") from error
-        if isinstance(error, _AnotherSecretError):
+            if secret is None:
+                sock = closing.enter_context(socket.socket(socket.AF_UNIX))
+                sock.settimeout(
+                    seconds
+                )  # a process that is stopped takes some hundreds
+                sock.connect(address)
+                stream = Stream(sock)
+            else:
+                sock = closing.enter_context(_connected(address, secret, seconds))
+                stream = _proven(sock, secret, False, seconds)
+        except (ConnectionRefusedError, FileNotFoundError) as error:
+            raise ConnectionRefusedError(f"nobody listens at {address}") from error
+        except (EOFError, OSError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ConnectionError(f"{address} does not answer ({why})") from error
+        except _AnotherSecretError as error:
             own = "has one" if secret else "has none"
             raise ClusterError(
                 f"The process that listens at {address} has another {_secret.VARIABLE} "
                 f"than this one, which {own}. Give all processes of the job the same."
             ) from error
-        if isinstance(error, ValueError):
+        except ValueError as error:
             raise ClusterError(
                 f"What listens at {address} is no process of a job of this version: "
                 f"{error}."
             ) from error
-        raise
+        closing.pop_all()
+        return stream
 
 
 def _connected(address: str, secret: Secret, seconds: float) -> socket.socket:
