@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer, eval_context
 from jax.sharding import NamedSharding
-from jax.stages import Lowered, Wrapped
+from jax.stages import Wrapped
 
 from jaxstrategy._src.errors import CompiledStepError
 from jaxstrategy._src.options import RunOptions
@@ -181,43 +181,12 @@ class Program:
             is_moved = not are_identical(placed, leaves)
             self._must_place = is_moved or self._variables.by_reference
 
-    def lower(self, leaves: Sequence[Leaf]) -> Lowered:
-        """The program, lowered; `leaves` may be types of arrays."""
-        with self._traced_for(leaves) as (_, placed):
-            return self._lower(placed)
-
-    def _lower(self, types: Sequence[jax.ShapeDtypeStruct]) -> Lowered:
-        compiled, buffers = self.executable[:2]
-        assert isinstance(compiled, Wrapped), "it is compiled already"
-        return compiled.lower(*self.layout.inputs(types), *buffers.values())
-
     def prepare(self, leaves: Sequence[Leaf], obtain: Obtain) -> None:
         """Compiles ahead of time for arguments of these types, and for no others."""
         # Flat: a file cannot hold the user's trees.
-        self.layout = InputLayout(self._step.signature, self._donated, is_flat=True)
+        layout = InputLayout(self._step.signature, self._donated, is_flat=True)
+        self.layout = layout
         self._compile()
-        with self._traced_for(leaves) as (step, placed):
-            buffers, finite = self._variables.buffers, self._finite
-            names = {variable.cell: variable.name for variable in step.used}
-            added = ["Counted"] * self._is_counted
-            preparation = Preparation(
-                step,
-                inputs=[*placed, *buffers.values()],
-                variables=[names[cell] for cell in buffers.cells],
-                stages=", ".join([*added, *([finite.kind] if finite else [])]),
-                must_be_lowered=finite is not None,
-                compiler_options=self._compiler_options,
-                lower=functools.partial(self._lower, placed),
-            )
-            prepared = PreparedCall(obtain(preparation), preparation)
-            self._is_prepared = True
-            self._set_compiled(prepared)
-
-    @contextlib.contextmanager
-    def _traced_for(
-        self, leaves: Sequence[Leaf]
-    ) -> Iterator[tuple[TracedStep, list[jax.ShapeDtypeStruct]]]:
-        """A `with` block in which the program is traced for these types."""
         # With the weak types of Python's numbers, as a call passes them.
         types = mesh.types_of(leaves)
         self.placement.check_types(types)
@@ -233,8 +202,26 @@ class Program:
                 )
                 for index, (leaf, of_type) in enumerate(zip(leaves, types, strict=True))
             ]
+            compiled, buffers = self.executable[:2]
+            assert isinstance(compiled, Wrapped), "it is compiled once"
+            names = {variable.cell: variable.name for variable in step.used}
+            inputs = [*layout.inputs(placed), *buffers.values()]
+            stages = ["Counted"] * self._is_counted
+            if self._finite is not None:
+                stages.append(self._finite.kind)
+            preparation = Preparation(
+                step,
+                inputs=inputs,
+                variables=[names[cell] for cell in buffers.cells],
+                stages=", ".join(stages),
+                must_be_lowered=self._finite is not None,
+                compiler_options=self._compiler_options,
+                lower=lambda: compiled.lower(*inputs),
+            )
             with self._traces.using(lambda: step):
-                yield step, placed
+                prepared = PreparedCall(obtain(preparation), preparation)
+            self._is_prepared = True
+            self._set_compiled(prepared)
 
     def _trace_in_call(self, leaves: Sequence[Leaf]) -> TracedStep | None:
         """Traces for a call without placement; None if leaves must be placed first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -21,7 +22,7 @@ from jax.core import Tracer
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.text import array_type, shown
 from jaxstrategy._src.tracing.functions.code import attributes_of
-from jaxstrategy._src.tracing.functions.references import UNBOUND, Binding
+from jaxstrategy._src.tracing.functions.references import Binding
 from jaxstrategy._src.tracing.jaxprs import KeyPath
 from jaxstrategy._src.values import arrays, arrays as _arrays, per_replica, trees
 from jaxstrategy._src.values.arrays import (
@@ -328,45 +329,29 @@ def path_to_tracer(value: object) -> str | None:
     return None
 
 
-def _children(value: object) -> Iterator[tuple[str, object]]:
+def _children(value: object) -> list[tuple[str, object]]:
     """The values that `value` holds, each with its path."""
     if isinstance(value, _CLOSED):
-        return
+        return []
+    found = [(f".{name}", item) for name, item in attributes_of(value).items()]
     if isinstance(value, dict):
-        yield from ((f"[{key!r}]", item) for key, item in value.items())
+        found += [(f"[{key!r}]", item) for key, item in value.items()]
     elif isinstance(value, _CONTAINERS):
-        yield from ((f"[{i}]", item) for i, item in enumerate(value))
-    elif isinstance(value, functools.partial):
-        parts = {"func": value.func, "args": value.args, "keywords": value.keywords}
-        yield from ((f".{name}", part) for name, part in parts.items())
-    elif isinstance(value, types.MethodType):
-        yield ".__self__", value.__self__
+        found += [(f"[{i}]", item) for i, item in enumerate(value)]
     elif isinstance(value, types.FunctionType):
-        # Not `__globals__`, one of its slots: its whole module, half a second of it.
-        yield from _captured(value)
-        yield from ((f".{name}", item) for name, item in vars(value).items())
-        return
-    yield from _attributes(value)
-
-
-def _captured(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    names = function.__code__.co_freevars
-    for name, cell in zip(names, function.__closure__ or (), strict=True):
-        if (value := Binding(cell).get()) is not UNBOUND:
-            yield f" (captured as {name!r})", value
-    yield ".__defaults__", function.__defaults__
-    yield ".__kwdefaults__", function.__kwdefaults__
-
-
-def _attributes(value: object) -> Iterator[tuple[str, object]]:
-    yield from ((f".{name}", item) for name, item in attributes_of(value).items())
+        # Not its slots: `__globals__` is its whole module, half a second of it.
+        names = value.__code__.co_freevars
+        for name, cell in zip(names, value.__closure__ or (), strict=True):
+            found.append((f" (captured as {name!r})", Binding(cell).get()))
+        defaults = value.__defaults__, value.__kwdefaults__
+        paths = ".__defaults__", ".__kwdefaults__"
+        return [*found, *zip(paths, defaults, strict=True)]
     for kind in type(value).__mro__:
         for name, slot in vars(kind).items():
             if isinstance(slot, types.MemberDescriptorType):
-                try:
-                    yield f".{name}", slot.__get__(value, type(value))
-                except AttributeError:  # it has no value yet
-                    pass
+                with contextlib.suppress(AttributeError):  # it has no value yet
+                    found.append((f".{name}", slot.__get__(value, type(value))))
+    return found
 
 
 @jax.tree_util.register_static

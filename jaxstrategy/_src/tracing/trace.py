@@ -289,7 +289,7 @@ def one_replica(
     """Traces `replica`, a function of the arguments `leaves` and of variables."""
     variables = [each.variable for each in inputs if each.variable is not None]
     sharded = any(not variable.division.is_whole for variable in variables)
-    is_sharded = shards_state(replicas) or (sharded and can_shard(replicas))
+    is_sharded = shards_state(replicas) or (sharded and replicas.parts > 1)
     if replicas.per_device == 1 and not is_sharded:
         try:
             return _trace_in_shard_map(replica, leaves, inputs, replicas)
@@ -394,11 +394,7 @@ class CapturedReference(Exception):
 
 def shards_state(replicas: Replicas) -> bool:
     """Whether all state of these replicas may be sharded over them."""
-    return replicas.state_sharding is not None and can_shard(replicas)
-
-
-def can_shard(replicas: Replicas) -> bool:
-    return replicas.parts > 1
+    return replicas.state_sharding is not None and replicas.parts > 1
 
 
 def check_conditions(jaxpr: ClosedJaxpr) -> None:

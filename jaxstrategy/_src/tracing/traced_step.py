@@ -43,7 +43,6 @@ from jaxstrategy._src.tracing.trace import (
     CapturedReference,
     OneReplica,
     StepInput,
-    can_shard,
     check_conditions,
     check_not_in_shard_map,
     one_replica,
@@ -91,6 +90,13 @@ class ReplicaStep:
         self.replicas = environment.replicas
         self.overlap = environment.overlap
         self.roles = [role for role in signature.roles if role is not Role.STATIC]
+        self.name = name_of(self.fn)
+        # Whether arrays replace Flax NNX objects among the arguments.
+        self.takes_arrays = takes_arrays(self.fn)
+        # For each traced argument whether it has a version for each replica.
+        self.layouts: list[ReplicaLayout] = [
+            STACKED if role is Role.PER_REPLICA else REPLICATED for role in self.roles
+        ]
 
     @property
     def is_alive(self) -> bool:
@@ -102,25 +108,9 @@ class ReplicaStep:
         assert fn is not None, "the caller of a program holds its function"
         return fn
 
-    @property
-    def name(self) -> str:
-        return name_of(self.fn)
-
-    @property
-    def takes_arrays(self) -> bool:
-        """Whether arrays replace Flax NNX objects among the arguments."""
-        return takes_arrays(self.fn)
-
     def label(self, index: int) -> str:
         """The name of a traced argument in messages."""
         return self.signature.label(self.fn, self.signature.dynamic[index])
-
-    @property
-    def layouts(self) -> list[ReplicaLayout]:
-        """For each traced argument whether it has a version for each replica."""
-        return [
-            STACKED if role is Role.PER_REPLICA else REPLICATED for role in self.roles
-        ]
 
     def mirrored_values(self, leaves: Sequence[Leaf]) -> dict[int, ProgramValue]:
         """The leaves that are equal on all replicas, by index."""
@@ -272,6 +262,8 @@ class TracedStep(NamedResults):
         }
         # Leading equations that take a replica's part of arguments.
         self.unpacking = sum(layout is STACKED for layout in step.layouts)
+        # For each input whether replicas have versions of their own.
+        self.differs = [replicas.differ(each.layout) for each in self.inputs]
         self.findings: Findings = analyse(
             self.jaxpr,
             self.differs,
@@ -280,23 +272,17 @@ class TracedStep(NamedResults):
             unpacking=self.unpacking,
             mesh=replicas.mesh,
         )
+        # For each array that the step returns whether replicas may differ.
+        self.varies: list[bool] = [
+            state is not None and state.varies for state in self.findings.outputs
+        ]
         self.is_partitioned = not traced.has_mesh and (
             shards_state(replicas)
-            or (can_shard(replicas) and any(not v.division.is_whole for v in self.used))
+            or (replicas.parts > 1 and any(not v.division.is_whole for v in self.used))
         )
         # A `PartitionedStep` if state is sharded, of a module that imports this one.
         self.partitioned: Any = None
         self.output_shardings: Mapping[int, NamedSharding] = {}
-
-    @property
-    def differs(self) -> list[bool]:
-        """For each input of `jaxpr` whether replicas have versions of their own."""
-        return [self.replicas.differ(each.layout) for each in self.inputs]
-
-    @property
-    def varies(self) -> list[bool]:
-        """For each array that the step returns whether replicas may differ."""
-        return [state is not None and state.varies for state in self.findings.outputs]
 
     def evaluate(
         self,

@@ -54,6 +54,7 @@ from jaxstrategy._src.tracing.partition.per_replica_part import Exchange
 from jaxstrategy._src.tracing.program import Program
 from jaxstrategy._src.tracing.replication.control import scan_counts
 from jaxstrategy._src.tracing.replication.types import Collective, Site
+from jaxstrategy._src.tracing.saved_step import Preparation
 from jaxstrategy._src.tracing.signature import Role
 from jaxstrategy._src.tracing.traced_step import (
     ReplicaStep,
@@ -80,12 +81,19 @@ def explain(
     replica_step = ReplicaStep(lambda: fn, environment, signature, lambda: True)
     steps: list[TracedStep] = []
     unchecked = dataclasses.replace(options, check_finite=False)
-    lowered = Program(replica_step, unchecked, steps.append).lower(leaves)
+    obtained: list[Any] = []
+
+    def obtain(preparation: Preparation) -> Any:
+        lowered = preparation.lower()
+        obtained.append(lowered.compile() if compiled else None)
+        return obtained[0]
+
+    Program(replica_step, unchecked, steps.append).prepare(leaves, obtain)
     (step,) = steps
     replicas = environment.replicas
     of_xla: dict[str, Any] = {}
     if compiled:
-        program = compiled_program.figures(lowered.compile())
+        program = compiled_program.figures(obtained[0])
         of_xla = program.of_explanation()
         if program.module.text:
             between = program.module.collectives(replicas, outermost=__file__)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import math
 import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import jax
 import numpy as np
@@ -48,7 +47,6 @@ from jaxstrategy._src.values.arrays import Leaf
 from jaxstrategy._src.values.trees import is_object
 from jaxstrategy._src.variables import access
 from jaxstrategy._src.variables.access import Cell
-from jaxstrategy._src.variables.variable import Variable
 
 
 @final
@@ -497,73 +495,33 @@ def _devices_of(array: jax.Array) -> list[Device]:
     return sorted(array.sharding.device_set, key=lambda device: device.id)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Home:
-    """The sharding of a variable on other devices, and its name for messages.
+class _Buffer(NamedTuple):
+    """A variable that is an argument; the variable itself is not kept alive."""
 
-    The variable itself is not kept alive.
-    """
-
+    cell: Cell
     sharding: NamedSharding
-    description: str
+    where: str  # where it lives, for messages; empty on all replicas
 
 
 @final
 class VariableBuffers:
     """The variables that are arguments of one program; immutable."""
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        local: dict[Cell, NamedSharding] | None = None,
-        remote: dict[Cell, _Home] | None = None,
-    ) -> None:
-        self._replicas = replicas
-        self._local = local or {}
-        self._remote = remote or {}
+    def __init__(self, replicas: Replicas, buffers: Sequence[_Buffer] = ()) -> None:
+        self._replicated = replicas.sharding(REPLICATED)
+        self._has_inner_axes = bool(replicas.inner_axes)
         # On all replicas: the first of `values`, which may be donated.
-        self.local_cells = list(self._local)
-        self.is_empty = not self._local and not self._remote
-
-    @property
-    def cells(self) -> list[Cell]:
-        """The cells of `values`."""
-        return [*self._local, *self._remote]
+        self.local = [each for each in buffers if not each.where]
+        self.local_cells = [each.cell for each in self.local]
+        self.remote = [each for each in buffers if each.where]
+        self.cells = [*self.local_cells, *(each.cell for each in self.remote)]
+        self.is_empty = not self.cells
 
     @property
     def shardings(self) -> list[NamedSharding]:
         """The shardings of `values`."""
-        replicated = [self._replicas.sharding(REPLICATED)] * len(self._remote)
-        return [*self._local.values(), *replicated]
-
-    def __contains__(self, variable: Variable) -> bool:
-        return variable.cell in self._local or variable.cell in self._remote
-
-    def missing(self, used: Sequence[Variable], traced: bool) -> list[Variable]:
-        """The variables among `used` that should be arguments and are not."""
-
-        def by_reference(variable: Variable) -> bool:
-            is_local = variable.lives_on(self._replicas)
-            return is_local and (traced or variable.cell.is_reference)
-
-        return [v for v in used if v not in self and not by_reference(v)]
-
-    def plus(self, variables: Sequence[Variable]) -> VariableBuffers:
-        local, remote = dict(self._local), dict(self._remote)
-        for variable in variables:
-            if variable.lives_on(self._replicas):
-                local[variable.cell] = variable.sharding
-            else:
-                where = variable.replicas.device_names
-                home = _Home(variable.sharding, f"{variable.name!r} lives on {where}")
-                remote[variable.cell] = home
-        return VariableBuffers(self._replicas, local, remote)
-
-    def without_references(self, traced: bool) -> VariableBuffers:
-        """Without variables that became references; without local ones if `traced`."""
-        local = {} if traced else self._local
-        local = {cell: s for cell, s in local.items() if not cell.is_reference}
-        return VariableBuffers(self._replicas, local, self._remote)
+        local = [each.sharding for each in self.local]
+        return local + [self._replicated] * len(self.remote)
 
     def values(self) -> list[jax.Array]:
         """The arguments for the program."""
@@ -571,29 +529,27 @@ class VariableBuffers:
         local = [cell.array for cell in self.local_cells if cell.is_alone]
         if len(local) < len(self.local_cells):
             local = [cell.lend() for cell in self.local_cells]
-        if not self._remote:
-            return local
-        return local + [self._copy_of(*item) for item in self._remote.items()]
+        return local + list(map(self._copy_of, self.remote)) if self.remote else local
 
-    def _copy_of(self, cell: Cell, home: _Home) -> jax.Array:
+    def _copy_of(self, buffer: _Buffer) -> jax.Array:
         if access.is_traced():
             raise PlacementError(
-                f"Variable {home.description}, not on all replicas, so a step "
+                f"Variable {buffer.where}, not on all replicas, so a step "
                 "that uses it cannot be part of a function that JAX traces "
                 "(`jax.jit`, `jax.lax.scan`): it is copied before and after each "
                 "step. Call the step outside, or make the variable in the scope of a "
                 "MirroredStrategy."
             )
-        return jax.device_put(cell[...], self._replicas.sharding(REPLICATED))
+        return jax.device_put(buffer.cell[...], self._replicated)
 
     def store(self, values: Sequence[jax.Array]) -> None:
         """Stores the values after a step."""
         for cell, value in zip(self.local_cells, values, strict=False):
             cell.array = value
         remote = values[len(self.local_cells) :]
-        for (cell, home), value in zip(self._remote.items(), remote, strict=True):
+        for buffer, value in zip(self.remote, remote, strict=True):
             first = value.addressable_data(0)
-            cell[...] = jax.device_put(first, home.sharding)
+            buffer.cell[...] = jax.device_put(first, buffer.sharding)
 
     def references(self, values: Sequence[jax.Array]) -> dict[Cell, jax.Ref]:
         """References with these values, for the trace of the program."""
@@ -607,7 +563,7 @@ class VariableBuffers:
         ):
             array = jax.freeze(reference)
             # Along inner axes XLA might shard what is to be replicated.
-            if self._replicas.inner_axes or not sharding.is_fully_replicated:
+            if self._has_inner_axes or not sharding.is_fully_replicated:
                 array = jax.lax.with_sharding_constraint(array, sharding)
             arrays.append(array)
         return arrays
@@ -636,30 +592,40 @@ class VariableArguments:
 
     def traced(self, step: TracedStep, is_traced: bool) -> bool:
         """Adds the variables of a trace; returns whether the arguments changed."""
-        used = step.used
         on_death = weak_method(self, VariableArguments._drop_all)
         known = {ref() for ref in self._used}
-        watched = (v for v in (*used, *step.results.variables) if v not in known)
+        watched = (v for v in (*step.used, *step.results.variables) if v not in known)
         self._used += [weakref.ref(variable, on_death) for variable in watched]
-        missing = self.buffers.missing(used, is_traced)
-        num_known = sum(variable in self.buffers for variable in used)
-        by_reference = num_known + len(missing) < len(used)
-        if not missing and by_reference <= self.by_reference:
+        replicas, buffers = step.replicas, self.buffers
+        cells, added, by_reference = set(buffers.cells), [], False
+        for variable in step.used:
+            cell, where = variable.cell, ""
+            if cell in cells:
+                continue
+            if not variable.lives_on(replicas):
+                where = f"{variable.name!r} lives on {variable.replicas.device_names}"
+            elif is_traced or cell.is_reference:
+                by_reference = True
+                continue
+            added.append(_Buffer(cell, variable.sharding, where))
+        if not added and by_reference <= self.by_reference:
             return False
         self.are_used = True
         self.by_reference |= by_reference
-        self.buffers = self.buffers.plus(missing)
+        added = [*buffers.local, *buffers.remote, *added]
+        self.buffers = VariableBuffers(replicas, added)
         return True
 
     def drop_references(self) -> bool:
         """Before a call: drops arguments that are references now; whether any was."""
         self.caller_is_traced = access.is_traced()
-        cells = self.buffers.local_cells
-        traced = bool(cells) and self.caller_is_traced
-        if not traced and not any([cell.array is None for cell in cells]):
+        buffers = self.buffers
+        traced = bool(buffers.local) and self.caller_is_traced
+        if not traced and not any([cell.array is None for cell in buffers.local_cells]):
             return False
         self.by_reference = True
-        self.buffers = self.buffers.without_references(traced)
+        local = [x for x in buffers.local if not (traced or x.cell.is_reference)]
+        self.buffers = VariableBuffers(self._step.replicas, [*local, *buffers.remote])
         return True
 
     def in_references(self) -> list[tuple[jax.Ref, jax.Array]]:
