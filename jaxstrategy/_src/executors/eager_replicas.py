@@ -766,10 +766,6 @@ class _ReplicaVariables(StepVariables):
         self._copy_of: Callable[[Variable], _VariableCopy]
         self._copy_of = functools.partial(call.copy_of, place=place, thread=thread)
 
-    @property
-    def any(self) -> bool:
-        return True
-
     def reference(self, variable: Handle) -> _VariableCopy:
         context.check_unstaged(f"Variable {variable.name!r}")
         self.used.setdefault(id(variable), variable)

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import TypeAlias, final
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +16,16 @@ from jax.sharding import NamedSharding
 from jax.tree_util import KeyPath
 
 from jaxstrategy._src import masks
-from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.errors import (
     DonatedValueError,
-    OutOfSyncError,
     PlacementError,
     TracedValueError,
 )
-from jaxstrategy._src.executors.executor import AbstractExecutor
 from jaxstrategy._src.options import CommunicationOptions, ReduceOp
 from jaxstrategy._src.reductions.compression import CompressionState, initial_state
-from jaxstrategy._src.reductions.fingerprint import fingerprints, groups
+from jaxstrategy._src.reductions.fingerprint import groups
 from jaxstrategy._src.reductions.operations import (
     OPERATIONS,
-    checked_axis,
     reduced_over,
     sums,
 )
@@ -58,162 +54,75 @@ Column: TypeAlias = tuple[Leaf, ...]
 _LEAF = jax.tree.structure(0)
 
 
-@final
-class CrossReplica:
-    """Reduces, gathers, reads and compares the versions of all replicas."""
+def local_results(
+    value: PyTree, replicas: Replicas, in_step: bool
+) -> tuple[PyTree, ...]:
+    """The version of each replica of this process; in a step that of all."""
+    leaves, treedef = jax.tree.flatten(value, is_leaf=trees.is_whole)
+    if isinstance(value, Versions):
+        return value.values
+    if treedef == _LEAF and not isinstance(value, (PerReplica, Handle, jax.Array)):
+        return (value,)
+    if value is None:
+        return (None,)
+    columns = _columns(leaves, replicas, in_step)
+    if treedef == _LEAF:
+        return columns[0]
+    n = _count(replicas, in_step)
+    columns = [column * n if len(column) == 1 else column for column in columns]
+    return tuple(
+        jax.tree.unflatten(treedef, [column[i] for column in columns]) for i in range(n)
+    )
 
-    def __init__(self, strategy: AbstractStrategy, executor: AbstractExecutor) -> None:
-        self._strategy = strategy
-        self._executor = executor
-        self._reduction = strategy._reduction
-        # Of each way to reduce or gather, so that each compiles once.
-        self._functions: dict[Hashable, TreeFunction] = {}
-        # Where mirrored variables are, if they are elsewhere: both compute together.
-        home, replicas = strategy._parameter_replicas, strategy._replicas
-        # Comparing asks the default strategy for its devices, which would start JAX.
-        is_same = home is replicas or home == replicas
-        self._variable_sharding = None if is_same else home.sharding(REPLICATED)
 
-    def reduced(
-        self,
-        op: ReduceOp,
-        value: PyTree,
-        axis: int | Sequence[int] | None,
-        weights: PyTree | None,
-        options: CommunicationOptions | None,
-        in_step: bool,
-    ) -> PyTree:
-        """One value from all versions, leaf by leaf."""
-        over, is_weighted = (
-            None if axis is None else _dimensions(axis),
-            weights is not None,
-        )
+def _count(replicas: Replicas, in_step: bool) -> int:
+    return replicas.count if in_step else len(replicas.local_ids)
 
-        def reducer(alone: bool) -> TreeFunction:
-            reduction = self._reduction.alone() if alone else self._reduction
-            how, reduce_leaves = HowReduced(op, options), reduction.reduce_leaves
-            return _reducer(how, over, is_weighted, reduce_leaves)
 
-        def across(tree: PyTree, alone: bool = False) -> PyTree:
-            key = op, over, options, is_weighted, alone
-            if (apply := self._functions.get(key)) is None:
-                apply = self._functions[key] = self._executor.across(reducer(alone))
-            return apply((tree, weights) if is_weighted else tree)
+def _columns(leaves: Sequence[Leaf], replicas: Replicas, in_step: bool) -> list[Column]:
+    """For each leaf the versions of this process's replicas, in a step of all."""
+    n = _count(replicas, in_step)
+    values = [leaf for leaf in leaves if isinstance(leaf, PerReplica)]
+    if in_step:
+        versions = iter([value.values for value in values])
+    else:
+        versions = iter(_local_versions(values, replicas))
+    return [
+        _checked_number(next(versions), n)
+        if isinstance(leaf, PerReplica)
+        else _components(leaf, replicas, in_step)
+        if isinstance(leaf, Handle)
+        else leaf.values
+        if isinstance(leaf, Versions)
+        else _copies(leaf, n, replicas, in_step)
+        for leaf in leaves
+    ]
 
-        if in_step or isinstance(value, (PerReplica, jax.Array)):  # one leaf
-            found = across(value)
-        else:
-            found = in_parts(across, value, functools.partial(across, alone=True))
-        return (
-            found if self._variable_sharding is None else self._beside_variables(found)
-        )
 
-    def gathered(self, value: PyTree, axis: int, in_step: bool) -> PyTree:
-        """All versions joined along `axis`, leaf by leaf."""
-        # Checked before it is looked up: True is found under 1, and a list is not.
-        key = checked_axis(axis), in_step
-        if key not in self._functions:
-            gatherer = _gatherer(*key, self._reduction.gathered)
-            self._functions[key] = self._executor.across(gatherer)
-        across = self._functions[key]
-        if in_step:
-            return self._beside_variables(across(value))
-        joined = self._beside_variables(in_parts(across, value))
-        return masks.without_padding(value, joined, axis)
+def _components(variable: Handle, replicas: Replicas, in_step: bool) -> Column:
+    """The copies of a variable, as separate array objects."""
 
-    def assert_in_sync(self, tree: PyTree, name: str) -> None:
-        """Raises `OutOfSyncError` unless all replicas hold the same bits of `tree`."""
-        replicas = self._strategy._replicas
-        compared = _compared(tree, replicas, name)
-        if replicas.count == 1 or not jax.tree.leaves(compared):
-            return
-        if (across := self._functions.get(fingerprints)) is None:
-            of_tree = functools.partial(fingerprints, gathered=self._reduction.gathered)
-            across = self._functions[fingerprints] = self._executor.across(of_tree)
-        found = across(compared)
-        if isinstance(found, Tracer):  # the arrays are constants of a traced function
-            raise _not_known(name)
-        by_replica = np.asarray(found)
-        if (by_replica != by_replica[0]).any():
-            raise OutOfSyncError(_differing(compared, by_replica, name))
+    def divide(contents: PyTree) -> Column:
+        (copies,) = _columns([contents], replicas, in_step)
+        # Else all copies were one object, and that the one the variable has.
+        is_shared = not in_step and not isinstance(contents, PerReplica)
+        return tuple(map(mesh.twin, copies)) if is_shared else copies
 
-    def local_results(self, value: PyTree, in_step: bool) -> tuple[PyTree, ...]:
-        """The version of each replica of this process; in a step that of all."""
-        leaves, treedef = jax.tree.flatten(value, is_leaf=trees.is_whole)
-        if isinstance(value, Versions):
-            return value.values
-        if treedef == _LEAF and not isinstance(value, (PerReplica, Handle, jax.Array)):
-            return (value,)
-        if value is None:
-            return (None,)
-        columns = self._columns(leaves, in_step)
-        if treedef == _LEAF:
-            return columns[0]
-        n = self._count(in_step)
-        columns = [column * n if len(column) == 1 else column for column in columns]
-        return tuple(
-            jax.tree.unflatten(treedef, [column[i] for column in columns])
-            for i in range(n)
-        )
+    return access.copies_of(variable, variable.distributed(), divide)
 
-    def _count(self, in_step: bool) -> int:
-        replicas = self._strategy._replicas
-        return replicas.count if in_step else len(replicas.local_ids)
 
-    def _beside_variables(self, tree: PyTree) -> PyTree:
-        sharding = self._variable_sharding
-        if sharding is None:
-            return tree
-        return jax.tree.map(
-            lambda leaf: (
-                leaf if isinstance(leaf, Tracer) else mesh.place(leaf, sharding)
-            ),
-            tree,
-        )
-
-    def _columns(self, leaves: Sequence[Leaf], in_step: bool) -> list[Column]:
-        """For each leaf the versions of this process's replicas, in a step of all."""
-        n = self._count(in_step)
-        values = [leaf for leaf in leaves if isinstance(leaf, PerReplica)]
-        if in_step:
-            versions = iter([value.values for value in values])
-        else:
-            versions = iter(_local_versions(values, self._strategy._replicas))
-        return [
-            _checked_number(next(versions), n)
-            if isinstance(leaf, PerReplica)
-            else self._components(leaf, in_step)
-            if isinstance(leaf, Handle)
-            else leaf.values
-            if isinstance(leaf, Versions)
-            else self._copies(leaf, n, in_step)
-            for leaf in leaves
-        ]
-
-    def _components(self, variable: Handle, in_step: bool) -> Column:
-        """The copies of a variable, as separate array objects."""
-
-        def divide(contents: PyTree) -> Column:
-            (copies,) = self._columns([contents], in_step)
-            # Else all copies were one object, and that the one the variable has.
-            is_shared = not in_step and not isinstance(contents, PerReplica)
-            return tuple(map(mesh.twin, copies)) if is_shared else copies
-
-        return access.copies_of(variable, variable.distributed(), divide)
-
-    def _copies(self, leaf: Leaf, n: int, in_step: bool) -> Column:
-        """The copies that `n` replicas hold of a leaf that is no `PerReplica`."""
-        _arrays.check_alive(leaf, "An array")
-        replicas = self._strategy._replicas
-        if in_step and isinstance(leaf, jax.Array) and n > 1:
-            # Captured by the merge function: it may well differ between replicas.
-            return per_replica.from_local(leaf, replicas).values
-        if _arrays.is_mirrored(leaf):  # a variable of central storage has one copy
-            is_ours = replicas.inner_placement(leaf, REPLICATED) is not None
-            holders = replicas if is_ours else replicas_with(leaf.sharding)
-            assert holders is not None, "it is mirrored"
-            return (leaf,) * len(holders.local_ids)
-        return (leaf,) * n
+def _copies(leaf: Leaf, n: int, replicas: Replicas, in_step: bool) -> Column:
+    """The copies that `n` replicas hold of a leaf that is no `PerReplica`."""
+    _arrays.check_alive(leaf, "An array")
+    if in_step and isinstance(leaf, jax.Array) and n > 1:
+        # Captured by the merge function: it may well differ between replicas.
+        return per_replica.from_local(leaf, replicas).values
+    if _arrays.is_mirrored(leaf):  # a variable of central storage has one copy
+        is_ours = replicas.inner_placement(leaf, REPLICATED) is not None
+        holders = replicas if is_ours else replicas_with(leaf.sharding)
+        assert holders is not None, "it is mirrored"
+        return (leaf,) * len(holders.local_ids)
+    return (leaf,) * n
 
 
 def _checked_number(versions: Column, n: int) -> Column:
@@ -395,17 +304,17 @@ def _unstacked(shardings: tuple[NamedSharding, ...]) -> Function:
     return jax.jit(unstack, out_shardings=shardings)
 
 
-def _dimensions(axis: int | Sequence[int]) -> tuple[int, ...]:
+def dimensions(axis: int | Sequence[int]) -> tuple[int, ...]:
     one = whole(axis)
-    dimensions = several_whole(axis if one is None else (one,))
-    if dimensions is None:
+    found = several_whole(axis if one is None else (one,))
+    if found is None:
         raise TypeError(
             f"`axis` was {axis!r}; None, a whole number or several were wanted."
         )
-    return dimensions
+    return found
 
 
-def _reducer(
+def reducer(
     how: HowReduced,
     axis: tuple[int, ...] | None,
     is_weighted: bool,
@@ -492,7 +401,7 @@ def _sums(
     )
 
 
-def _gatherer(
+def gatherer(
     axis: int, in_step: bool, gathered: Callable[[Leaf, int], jax.Array]
 ) -> TreeFunction:
     """Joins all replicas' trees along `axis`.
@@ -512,13 +421,13 @@ def _gatherer(
     return gather
 
 
-def _compared(tree: PyTree, replicas: Replicas, name: str) -> PyTree:
+def compared_copies(tree: PyTree, replicas: Replicas, name: str) -> PyTree:
     """`tree`, None for leaves without copies or versions: sharded state too."""
 
     def keep(path: KeyPath, leaf: Leaf) -> Leaf:
         content = per_replica.contents(leaf) if isinstance(leaf, PerReplica) else leaf
         if isinstance(content, Tracer):
-            raise _not_known(f"{name}{jax.tree_util.keystr(path)}")
+            raise not_known(f"{name}{jax.tree_util.keystr(path)}")
         if isinstance(leaf, PerReplica):
             return leaf
         if _is_divided_variable(leaf):
@@ -564,7 +473,7 @@ def _is_divided_variable(node: object) -> bool:
     return isinstance(node, Handle) and not node.division.is_whole
 
 
-def _not_known(what: str) -> TracedValueError:
+def not_known(what: str) -> TracedValueError:
     return TracedValueError(
         f"`assert_in_sync` cannot look at `{what}` while JAX traces the function that "
         "calls it (`jax.jit`, `jax.grad`, `jax.lax.scan`): there are no copies to "
@@ -572,7 +481,7 @@ def _not_known(what: str) -> TracedValueError:
     )
 
 
-def _differing(
+def differing(
     compared: PyTree, by_replica: np.ndarray, name: str
 ) -> dict[str, tuple[tuple[int, ...], ...]]:
     """The paths of leaves that differ, each with the groups of replicas that agree."""

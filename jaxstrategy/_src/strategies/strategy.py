@@ -6,19 +6,21 @@ import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NoReturn, Self, TypeAlias, overload
 
 import jax
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.tree_util import KeyPath
 
-from jaxstrategy._src import text
+from jaxstrategy._src import masks, text
 from jaxstrategy._src.cluster.resolvers.cluster_resolver import ClusterResolver
 from jaxstrategy._src.contexts import context as _context
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.contexts.replica_context import check_arguments, checked_core
-from jaxstrategy._src.errors import TracedValueError
+from jaxstrategy._src.errors import OutOfSyncError, TracedValueError
 from jaxstrategy._src.executors.executor import (
     AbstractExecutor,
     CompiledStep,
@@ -50,16 +52,18 @@ from jaxstrategy._src.reductions.cross_device_ops import (
     UserPlan,
     checked_ops,
 )
-from jaxstrategy._src.reductions.operations import OPERATIONS
+from jaxstrategy._src.reductions.fingerprint import fingerprints
+from jaxstrategy._src.reductions.operations import OPERATIONS, checked_axis
 from jaxstrategy._src.reductions.packing import overlap_on
 from jaxstrategy._src.reductions.reduction import (
     EagerReduction,
+    HowReduced,
     LocalReduction,
     Reduction,
 )
-from jaxstrategy._src.replicas import devices as _devices
+from jaxstrategy._src.replicas import devices as _devices, mesh as _mesh
 from jaxstrategy._src.replicas.devices import Device
-from jaxstrategy._src.replicas.replicas import Replicas
+from jaxstrategy._src.replicas.replicas import REPLICATED, Replicas
 from jaxstrategy._src.replicas.state_sharding import StateSharding, checked_sharding
 from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.strategies.choices import (
@@ -71,9 +75,16 @@ from jaxstrategy._src.strategies.choices import (
     with_order,
 )
 from jaxstrategy._src.strategies.cross_replica import (
-    CrossReplica,
+    compared_copies,
     compression_state,
+    differing,
+    dimensions,
+    gatherer,
     has_copies,
+    in_parts,
+    local_results,
+    not_known,
+    reducer,
 )
 from jaxstrategy._src.strategies.extended import StrategyExtended
 from jaxstrategy._src.text import shown, whole
@@ -81,7 +92,14 @@ from jaxstrategy._src.tracing.explanation.explain import explain
 from jaxstrategy._src.tracing.explanation.explanation import Explanation
 from jaxstrategy._src.tracing.init import build_replicated
 from jaxstrategy._src.values import arrays, building, per_replica as _per_replica
-from jaxstrategy._src.values.arrays import Function, Leaf, Number, PyTree, TreeT
+from jaxstrategy._src.values.arrays import (
+    Function,
+    Leaf,
+    Number,
+    PyTree,
+    TreeFunction,
+    TreeT,
+)
 from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.variables.policy import ReplicatedVariables, VariablePolicy
 
@@ -121,7 +139,6 @@ class Strategy(AbstractStrategy):
     _compiled_reduction: Reduction
     _variable_policy: VariablePolicy
     _executor: AbstractExecutor
-    _cross_replica: CrossReplica
     _extended: StrategyExtended
 
     def __init__(
@@ -150,7 +167,13 @@ class Strategy(AbstractStrategy):
         # The base class declares the abstract policy that lower folders may use.
         self._variable_policy = policy  # pyright: ignore[reportIncompatibleVariableOverride]
         self._executor = choices.executor(self, choices.processes)
-        self._cross_replica = CrossReplica(self, self._executor)
+        # Of each way to reduce or gather, so that each compiles once.
+        self._across: dict[Hashable, TreeFunction] = {}
+        # Where mirrored variables are, if they are elsewhere: both compute together.
+        # Comparing asks the default strategy for its devices, which would start JAX.
+        home = policy.replicas
+        is_same = home is self._replicas or home == self._replicas
+        self._variable_sharding = None if is_same else home.sharding(REPLICATED)
         self._extended = StrategyExtended(self, self._executor, _role_of(choices))
 
     @property
@@ -897,8 +920,25 @@ class Strategy(AbstractStrategy):
         context = _context.require_cross_replica(self, "reduce")
         if options is not None:
             checked_options(options)
-        op, in_step = ReduceOp(reduce_op), context.in_step
-        return self._cross_replica.reduced(op, value, axis, weights, options, in_step)
+        op, is_weighted = ReduceOp(reduce_op), weights is not None
+        over = None if axis is None else dimensions(axis)
+
+        def across(tree: PyTree, alone: bool = False) -> PyTree:
+            key = op, over, options, is_weighted, alone
+            if (apply := self._across.get(key)) is None:
+                reduction = self._compiled_reduction
+                reduction = reduction.alone() if alone else reduction
+                how = HowReduced(op, options)
+                function = reducer(how, over, is_weighted, reduction.reduce_leaves)
+                apply = self._across[key] = self._executor.across(function)
+            return apply((tree, weights) if is_weighted else tree)
+
+        if context.in_step or isinstance(value, (PerReplica, jax.Array)):  # one leaf
+            found = across(value)
+        else:
+            found = in_parts(across, value, functools.partial(across, alone=True))
+        is_there = self._variable_sharding is None
+        return found if is_there else self._beside_variables(found)
 
     def gather(self, value: PyTree, axis: int = 0) -> PyTree:
         """Every replica's version joined along `axis`, in replica order, leaf by leaf.
@@ -921,7 +961,26 @@ class Strategy(AbstractStrategy):
         Array([1, 2, 3, 4], dtype=int32)
         """
         context = _context.require_cross_replica(self, "gather")
-        return self._cross_replica.gathered(value, axis, context.in_step)
+        # Checked before it is looked up: True is found under 1, and a list is not.
+        key = checked_axis(axis), context.in_step
+        if (across := self._across.get(key)) is None:
+            function = gatherer(*key, self._compiled_reduction.gathered)
+            across = self._across[key] = self._executor.across(function)
+        if context.in_step:
+            return self._beside_variables(across(value))
+        joined = self._beside_variables(in_parts(across, value))
+        return masks.without_padding(value, joined, axis)
+
+    def _beside_variables(self, tree: PyTree) -> PyTree:
+        sharding = self._variable_sharding
+        if sharding is None:
+            return tree
+        return jax.tree.map(
+            lambda leaf: (
+                leaf if isinstance(leaf, Tracer) else _mesh.place(leaf, sharding)
+            ),
+            tree,
+        )
 
     def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """The version of `value` of each replica of this process, as a tuple.
@@ -948,7 +1007,7 @@ class Strategy(AbstractStrategy):
         ('plain',)
         """
         context = _context.require_cross_replica(self, "experimental_local_results")
-        return self._cross_replica.local_results(value, context.in_step)
+        return local_results(value, self._replicas, context.in_step)
 
     def assert_in_sync(self, tree: PyTree, name: str = "tree") -> None:
         """Checks that all replicas hold the same bits of `tree`.
@@ -990,7 +1049,19 @@ class Strategy(AbstractStrategy):
         {"state['n']": ((0, 1, 3), (2,))}
         """
         _context.require_host(self, "assert_in_sync")
-        self._cross_replica.assert_in_sync(tree, name)
+        compared = compared_copies(tree, self._replicas, name)
+        if self._replicas.count == 1 or not jax.tree.leaves(compared):
+            return
+        if (across := self._across.get(fingerprints)) is None:
+            gathered = self._compiled_reduction.gathered
+            of_tree = functools.partial(fingerprints, gathered=gathered)
+            across = self._across[fingerprints] = self._executor.across(of_tree)
+        found = across(compared)
+        if isinstance(found, Tracer):  # the arrays are constants of a traced function
+            raise not_known(name)
+        by_replica = np.asarray(found)
+        if (by_replica != by_replica[0]).any():
+            raise OutOfSyncError(differing(compared, by_replica, name))
 
     @overload
     def mirror(self, tree: Number, *, replica: int | None = None) -> jax.Array: ...
