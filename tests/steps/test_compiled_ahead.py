@@ -145,6 +145,19 @@ def test_a_train_state_is_compiled_from_its_types_and_loaded(tmp_path):
         loaded(strategy.init(lambda: create(optax.sgd(0.1))), rows)
 
 
+def test_arguments_that_lie_otherwise_are_refused():
+    sharding = js.StateSharding("optimizer")
+    strategy = js.MirroredStrategy(jax.devices()[:2], sharding=sharding)
+    weights = np.zeros((8, 4096), np.float32)
+    total = strategy.compile(lambda w: w.sum(), (weights,))
+    mesh = strategy.mirror(weights).sharding.mesh
+    rows = jax.sharding.NamedSharding(mesh, jax.P("replica"))
+    told = r"4096\], P\('replica',\), and the step is compiled for .*, P\(\)\. Call"
+    with pytest.raises(js.errors.CompiledStepError, match=told):
+        total(jax.device_put(weights, rows))
+    assert total(weights) == 0
+
+
 def test_several_steps_are_compiled_and_loaded(tmp_path):
     strategy = replicas(2)
     many = strategy.several(strategy.run(step))

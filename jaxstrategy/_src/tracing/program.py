@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer, eval_context
 from jax.sharding import NamedSharding
 from jax.stages import Wrapped
@@ -401,17 +400,15 @@ class InputLayout:
     ) -> None:
         count = len(signature.dynamic)
         self.structure = None if is_flat else _structure_of(signature)
+        inputs = self.inputs(range(count))
         # For each argument of the jitted function the indices of its leaves.
-        self._leaves = [[index] for index in range(count)]
-        self.has_keywords = False
-        if self.structure is not None:
-            args, kwargs = jax.tree.unflatten(self.structure, range(count))
-            self._leaves = [jax.tree.leaves(each) for each in as_inputs(args, kwargs)]
-            self.has_keywords = bool(kwargs)
-        self.count = len(self._leaves)  # of arguments of the jitted function
+        self._leaves = [jax.tree.leaves(each) for each in inputs]
+        self.count = len(inputs)
+        self.has_keywords = self.structure is not None and bool(
+            jax.tree.unflatten(self.structure, range(count))[1]
+        )
         # Of each argument all leaves are donated, or none.
         self.donated = [i for i, some in enumerate(self._leaves) if donated & {*some}]
-        inputs = self.inputs(range(count))
         self._expected = jax.tree.structure(tuple(inputs))
         roles = [role for role in signature.roles if role is not Role.STATIC]
         # Arguments with a `PerReplica`: their number, structure, and for each of these
@@ -431,7 +428,8 @@ class InputLayout:
         """The arguments of the jitted function, from their leaves."""
         if self.structure is None:
             return tuple(leaves)
-        return as_inputs(*jax.tree.unflatten(self.structure, leaves))
+        args, kwargs = jax.tree.unflatten(self.structure, leaves)
+        return (*args, kwargs) if kwargs else args  # to JAX one more argument
 
     def leaves(self, inputs: Sequence[PyTree]) -> list[Tracer] | None:
         """The leaves of its arguments; None if their structure is another."""
@@ -445,11 +443,6 @@ class InputLayout:
             # The user's classes may accept nothing but arrays.
             return tuple(some[0] for some in by_argument)
         return self.inputs(shardings)
-
-
-def as_inputs(args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Sequence[PyTree]:
-    """The arguments of a jitted function: to JAX `kwargs` are one more."""
-    return (*args, kwargs) if kwargs else args
 
 
 def _structure_of(signature: Signature) -> TreeStructure | None:
@@ -527,15 +520,12 @@ class TraceProvider:
 
 
 def _are_alike(leaves: Sequence[Leaf], inputs: Sequence[Tracer]) -> bool:
-    pairs = list(zip(leaves, inputs, strict=False))
-    return len(pairs) == len(leaves) and all(
-        isinstance(a, jax.Array) and _type(a) == _type(b) for a, b in pairs
-    )
+    def types(arrays: Sequence[jax.Array]) -> list[tuple[object, ...]]:
+        # Random keys have no weak types.
+        return [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in arrays]
 
-
-def _type(array: jax.Array) -> tuple[tuple[int, ...], np.dtype, bool]:
-    # Random keys have no weak types.
-    return array.shape, array.dtype, getattr(array, "weak_type", False)
+    are_arrays = all(isinstance(leaf, jax.Array) for leaf in leaves)
+    return are_arrays and types(leaves) == types(inputs[: len(leaves)])
 
 
 class Executable(NamedTuple):

@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jax.stages import Compiled, Lowered
 
 from jaxstrategy._src.errors import CompiledStepError, NonFiniteError
-from jaxstrategy._src.replicas.devices import Device, names as device_names
+from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.text import array_type, shown
 from jaxstrategy._src.tracing.constants import code_of, constants
@@ -70,7 +70,7 @@ class PreparedCall:
         self._name = preparation.step.name
         labels = map(preparation.label, range(len(preparation.inputs)))
         self._labels = [label[0].upper() + label[1:] for label in labels]
-        self._types = [
+        self._types: list[Any] = [
             jax.ShapeDtypeStruct(
                 each.shape,
                 each.dtype,
@@ -111,34 +111,28 @@ class PreparedCall:
         """Describes how inputs differ from those the step was compiled for."""
         if any(isinstance(each, Tracer) for each in inputs):
             return traced_caller(self._name)
-        pairs = list(zip(self._labels, self._types, inputs, strict=True))
-        for label, known, leaf in pairs:
+        for label, known, leaf in zip(self._labels, self._types, inputs, strict=True):
             was, came = _type_of(known), _type_of(leaf)
-            if was != came:
-                message = (
-                    f"{label} of `{self._name}` is {came}, and the step is compiled "
-                    f"for {was}. Call it with what it was compiled for, or compile it "
-                    "for this."
-                )
-                (rows, *row), (new_rows, *new_row) = (
-                    each.shape or (0,) for each in (known, leaf)
-                )
-                if new_row == row and new_rows < rows:
-                    message += (
-                        " A dataset's last batch may have fewer rows, which one "
-                        'replica takes as they are: `js.InputOptions(remainder="drop")`'
-                        " leaves it out."
-                    )
-                return message
-        for label, known, leaf in pairs:
-            sharding, expected = leaf.sharding, known.sharding
-            if expected is None or expected.is_equivalent_to(sharding, known.ndim):
+            expected, sharding = known.sharding, leaf.sharding
+            if was == came and not expected.is_equivalent_to(sharding, known.ndim):
+                was, came = f"{was}, {expected.spec}", f"{came}, {sharding.spec}"
+            if was == came:
                 continue
-            return (
-                f"{label} of `{self._name}` lies otherwise than the step was compiled "
-                f"for: as {_described(sharding)}, not as {_described(expected)}. "
-                "Place it so, or compile the step for it."
+            message = (
+                f"{label} of `{self._name}` is {came}, and the step is compiled "
+                f"for {was}. Call it with what it was compiled for, or compile it "
+                "for this."
             )
+            (rows, *row), (new_rows, *new_row) = (
+                each.shape or (0,) for each in (known, leaf)
+            )
+            if new_row == row and new_rows < rows:
+                message += (
+                    " A dataset's last batch may have fewer rows, which one "
+                    'replica takes as they are: `js.InputOptions(remainder="drop")`'
+                    " leaves it out."
+                )
+            return message
         return None
 
 
@@ -146,12 +140,6 @@ def _type_of(leaf: Leaf) -> str:
     is_weak = getattr(leaf, "weak_type", False)
     weak = ", of the weak type of a Python number" if is_weak else ""
     return array_type(leaf.dtype, leaf.shape) + weak
-
-
-def _described(sharding: Any) -> str:
-    spec = getattr(sharding, "spec", None)
-    where = device_names(sorted(sharding.device_set, key=lambda device: device.id))
-    return f"{spec} on {where}" if spec is not None else where
 
 
 def outdated(name: str) -> Callable[..., NoReturn]:
