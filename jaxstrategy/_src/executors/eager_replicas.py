@@ -41,18 +41,11 @@ from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.inner_axes import sharding_like
 from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.text import Line, shown
-from jaxstrategy._src.tracing import signature as _signature
+from jaxstrategy._src.tracing import nnx, rebinding, signature as _signature
 from jaxstrategy._src.tracing.checks import varying_results
 from jaxstrategy._src.tracing.function_cache import FunctionCache
-from jaxstrategy._src.tracing.functions import code as _code, rebinding
-from jaxstrategy._src.tracing.functions.references import References
-from jaxstrategy._src.tracing.nnx.object_calls import (
-    ObjectCall,
-    array_options,
-    array_step,
-    object_call,
-)
-from jaxstrategy._src.tracing.nnx.objects import AttributeChange
+from jaxstrategy._src.tracing.nnx import AttributeChange
+from jaxstrategy._src.tracing.references import References, code_of
 from jaxstrategy._src.tracing.signature import NamedResults, Results, Role
 from jaxstrategy._src.tracing.stages.stages import MaskArguments, Placement
 from jaxstrategy._src.tracing.traced_step import ReplicaStep, StepEnvironment, name_of
@@ -218,20 +211,12 @@ class EagerCall:
         self, arguments: Arguments, captured: dict[str, object]
     ) -> Sequence[Leaf]:
         """Takes the arguments of a call, and returns them placed as for a program."""
-        call = object_call(arguments, captured)
-        step_fn, options = self._fn, self._options
-        if call is None:
-            call = ObjectCall(None, (), arguments)
-        else:
-            form = None if call.objects is None else call.objects.form
-            step_fn = array_step(lambda: self._fn, form, call.captured)
-        if call.objects is not None:
-            options = array_options(options)
-        self._step_fn, self._objects = step_fn, call.objects
-        self._expected = options.expect_mirrored
-        self._leaves, self._signature = _signature.flatten(step_fn, call.arguments)
+        self._objects, arguments = nnx.as_arrays(arguments, captured)
+        self._takes_arrays = self._objects is not None or bool(captured)
+        fn = self._fn
+        self._leaves, self._signature = _signature.flatten(fn, arguments)
         step = ReplicaStep(
-            lambda: step_fn, self._environment, self._signature, lambda: False
+            lambda: fn, self._environment, self._signature, lambda: False
         )
         self._roles = step.roles
         self._masks = MaskArguments(step)
@@ -260,7 +245,10 @@ class EagerCall:
         ):
             args, kwargs = self._signature.rebuild(leaves)
             try:
-                returned = self._step_fn(*args, **kwargs)
+                if self._takes_arrays:
+                    returned = nnx.call(self._fn, self._name, (), *args, **kwargs)
+                else:
+                    returned = self._fn(*args, **kwargs)
             except rebinding.Leak as leak:
                 raise leak.as_error() from None
             except Exception as error:
@@ -600,7 +588,7 @@ class EagerCall:
         named = NamedResults(self._name, first, self._objects is not None)
         self._check_expected(named, columns, digests)
         changes = self._changes()
-        step = id(self._strategy), id(_code.code_of(self._fn) or self._fn)
+        step = id(self._strategy), id(code_of(self._fn) or self._fn)
         numbered = first.treedef.unflatten(range(len(columns)))
         merged = []
         for path, position in jax.tree.leaves_with_path(numbered):
@@ -618,9 +606,10 @@ class EagerCall:
         columns: Sequence[Sequence[Any]],
         digests: Sequence[Sequence[str]],
     ) -> None:
-        if self._expected is None:
+        expected = self._options.expect_mirrored
+        if expected is None and not named.has_objects:
             return
-        is_expected = varying_results.expectation(named, self._expected)
+        is_expected = varying_results.expectation(named, expected)
         for position, keys in named.results.array_paths():
             column = columns[position]
             if len(set(digests[position])) == 1 or not is_expected(

@@ -26,10 +26,10 @@ from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.processes.job import Processes
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.text import shown
+from jaxstrategy._src.tracing import nnx
 from jaxstrategy._src.tracing.function_cache import FunctionCache
-from jaxstrategy._src.tracing.functions import code
-from jaxstrategy._src.tracing.nnx import object_calls
 from jaxstrategy._src.tracing.program_cache import FrozenSignatures
+from jaxstrategy._src.tracing.references import copy_source_location
 from jaxstrategy._src.tracing.saved_step import (
     Facts,
     Obtain,
@@ -292,7 +292,7 @@ class AbstractExecutor(abc.ABC):
         if step_outputs is None:
             return self._run(fn, arguments, options)
         with_outputs = step_outputs.with_outputs(fn)
-        code.copy_source_location(with_outputs, fn)
+        copy_source_location(with_outputs, fn)
         arguments = _context.without_sender(step_outputs, arguments)
         result, messages = self._run(with_outputs, arguments, options)
         for message in messages:
@@ -505,8 +505,8 @@ class EagerProgram:
         return self._run((tuple(args), kwargs))
 
     def bound(self, objects: Sequence[object]) -> Callable[..., PyTree]:
-        captured = object_calls.captured_by(self._fn)
-        object_calls.require_objects(tuple(objects), captured)
+        captured = nnx.captured_by(self._fn)
+        nnx.require_objects(nnx.as_arrays((tuple(objects), {}), captured)[0])
 
         @functools.wraps(self._fn)
         def step(*rest: PyTree, **kwargs: PyTree) -> PyTree:

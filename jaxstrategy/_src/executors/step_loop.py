@@ -26,10 +26,10 @@ from jaxstrategy._src.reductions.reduction import HowReduced
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.text import array_type, whole
-from jaxstrategy._src.tracing.functions import code, rebinding
+from jaxstrategy._src.tracing import nnx, rebinding
 from jaxstrategy._src.tracing.jaxprs import KeyPath
-from jaxstrategy._src.tracing.nnx import object_calls
-from jaxstrategy._src.tracing.nnx.objects import ObjectArrays, is_object_arrays
+from jaxstrategy._src.tracing.nnx import ObjectArrays, is_object_arrays
+from jaxstrategy._src.tracing.references import copy_source_location
 from jaxstrategy._src.tracing.traced_step import name_of
 from jaxstrategy._src.values import arrays as _arrays, trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeStructure
@@ -230,11 +230,9 @@ class StepLoop:
         names += [f"args[{i}]" for i in range(len(names), len(args))]
         self._names = names
         self._carried = [i for i, each in enumerate(args) if self._is_carried(i, each)]
-        captured = object_calls.captured_by(fn)
-        call = object_calls.object_call((args, kwargs), captured)
-        self._objects = None if call is None else call.objects
-        self._captured = () if call is None else call.captured
-        new, self._kwargs = (args, kwargs) if call is None else call.arguments
+        captured = nnx.captured_by(fn)
+        self._objects, arguments = nnx.as_arrays((args, kwargs), captured)
+        self._captured, (new, self._kwargs) = tuple(captured), arguments
         self._args = list(new)
         states = [args[i] for i in self._carried]
         self._parts = [] if self._objects is None else self._objects.parts()
@@ -465,7 +463,7 @@ def several(fn: Function, are_local: bool = False) -> Function:
     if (signature := signature_of(fn)) is not None:
         steps.__dict__["__signature__"] = signature
     steps.__dict__["makes_several"] = True
-    code.copy_source_location(steps, fn)
+    copy_source_location(steps, fn)
     return steps
 
 

@@ -48,17 +48,18 @@ from jaxstrategy._src.scheduled.shipping import shipped
 from jaxstrategy._src.scheduled.trace import Call, FunctionTrace, trace_function
 from jaxstrategy._src.scheduled.values import WorkerArgument
 from jaxstrategy._src.text import shown
-from jaxstrategy._src.tracing import signature as _signature
+from jaxstrategy._src.tracing import rebinding, signature as _signature
 from jaxstrategy._src.tracing.function_cache import FunctionKey, identity
-from jaxstrategy._src.tracing.functions import code as _code, rebinding
-from jaxstrategy._src.tracing.functions.code import as_method, attributes_of
-from jaxstrategy._src.tracing.functions.references import (
+from jaxstrategy._src.tracing.jaxprs import Jaxpr, all_eqns
+from jaxstrategy._src.tracing.references import (
     Binding,
     Identity,
     References,
+    as_method,
+    attributes_of,
+    code_of,
     weak_function,
 )
-from jaxstrategy._src.tracing.jaxprs import Jaxpr, all_eqns
 from jaxstrategy._src.tracing.signature import Results, Signature
 from jaxstrategy._src.values import arrays as _arrays
 from jaxstrategy._src.values.arrays import Arguments, Function, Leaf, PyTree
@@ -506,6 +507,6 @@ def _key_of(own: Any, wrappers: tuple[Hashable, ...]) -> tuple[FunctionKey, bool
         parts = [function, getattr(own, "__self__", None), *_closure(own)]
         form = tuple(map(Identity, parts))
     arrays = map(Identity, references.arrays.values())
-    code = Identity(_code.code_of(own))
+    code = Identity(code_of(own))
     key = FunctionKey((*wrappers, *form, *arrays), code, options=None)
     return key, any(is_nnx_node(each.value) for each in references.nodes)

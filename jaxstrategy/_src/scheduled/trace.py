@@ -20,9 +20,9 @@ from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.parameter_servers.protocol import Input
 from jaxstrategy._src.replicas.mesh import as_numbers, is_key
 from jaxstrategy._src.replicas.replicas import REPLICATED, ReplicaLayout, Replicas
+from jaxstrategy._src.tracing import nnx
 from jaxstrategy._src.tracing.checks import step_checks
 from jaxstrategy._src.tracing.jaxprs import Equation, Jaxpr, with_values
-from jaxstrategy._src.tracing.nnx import object_calls
 from jaxstrategy._src.tracing.partition.partition import inline_calls
 from jaxstrategy._src.tracing.signature import Role, Signature, is_one_leaf
 from jaxstrategy._src.tracing.stages import stages
@@ -198,7 +198,7 @@ def trace_function(
         if as_step is not None:
             with (
                 context.entered(function=recorder),
-                object_calls.unchanged((args, kwargs), step.name),
+                nnx.unchanged((args, kwargs), step.name),
             ):
                 return _without_keys(as_step(fn, args, kwargs), key_results)
         args, kwargs = _across(signature, strategy, args, kwargs)
@@ -207,7 +207,7 @@ def trace_function(
         ):
             # Before inner functions can, whose values nobody else may use.
             recorder.index = recorder.input(Input("index"), (), np.int32)
-            with object_calls.unchanged((args, kwargs), step.name):
+            with nnx.unchanged((args, kwargs), step.name):
                 returned = fn(*args, **kwargs)
             own = replica_context.to_replica(returned)
             return _without_keys(own, key_results)

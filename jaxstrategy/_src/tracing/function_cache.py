@@ -9,24 +9,25 @@ from typing import Any, NamedTuple, final
 
 from jaxstrategy._src import errors
 from jaxstrategy._src.options import RunOptions
-from jaxstrategy._src.tracing.functions import code as _code, rebinding
-from jaxstrategy._src.tracing.functions.code import attributes_of
-from jaxstrategy._src.tracing.functions.references import (
-    UNBOUND,
-    Binding,
-    Identity,
-    References,
-    keys_match,
-    weak_function,
-    weak_method,
-)
-from jaxstrategy._src.tracing.nnx.object_calls import came_from_step
+from jaxstrategy._src.tracing import rebinding
+from jaxstrategy._src.tracing.nnx import came_from_step
 from jaxstrategy._src.tracing.program_cache import (
     Calls,
     FrozenSignatures,
     History,
     ProgramCache,
     history_of,
+)
+from jaxstrategy._src.tracing.references import (
+    UNBOUND,
+    Binding,
+    Identity,
+    References,
+    attributes_of,
+    code_of,
+    keys_match,
+    weak_function,
+    weak_method,
 )
 from jaxstrategy._src.tracing.saved_step import Obtain
 from jaxstrategy._src.tracing.step_agreement import StepAgreement
@@ -278,7 +279,7 @@ class CachedFunction:
                 raise
             # The function may need the value of an array in Python, or the sharding of
             # a captured array is none of an argument: then they are constants.
-            code = Identity(_code.code_of(fn))
+            code = Identity(code_of(fn))
             self._cache.with_constants.add(code)
             self._found = _NOTHING_FOUND
             try:
@@ -305,7 +306,7 @@ class CachedFunction:
         captured: dict[str, Leaf] = {}
         if _is_module_level(fn) and not trees.object_kinds():
             self._captured_bindings, references = [], None
-            code = Identity(_code.code_of(fn))
+            code = Identity(code_of(fn))
             key = FunctionKey((_Unshared(fn),), code, self._options)
         else:
             references = rebinding.references(fn)
@@ -329,7 +330,7 @@ class CachedFunction:
         self, fn: Function, references: References
     ) -> tuple[dict[str, Leaf], FunctionKey]:
         """The captured values that programs of `fn` take, and the cache key."""
-        code = Identity(_code.code_of(fn))
+        code = Identity(code_of(fn))
         captured: dict[str, Leaf] = dict(references.objects)
         constants: list[Leaf] = []
         if code in self._cache.with_constants:

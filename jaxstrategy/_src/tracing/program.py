@@ -21,10 +21,10 @@ from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.tracing import signature as _signature
 from jaxstrategy._src.tracing.constants import constants
-from jaxstrategy._src.tracing.functions.references import are_identical, weak_method
 from jaxstrategy._src.tracing.jaxprs import Jaxpr
 from jaxstrategy._src.tracing.partition.layout import output_shardings
 from jaxstrategy._src.tracing.partition.partitioned_step import PartitionedStep
+from jaxstrategy._src.tracing.references import are_identical, weak_method
 from jaxstrategy._src.tracing.saved_step import (
     Obtain,
     Preparation,

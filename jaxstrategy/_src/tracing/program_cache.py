@@ -15,27 +15,17 @@ from jaxstrategy._src import text
 from jaxstrategy._src.errors import CompiledStepError, RecompilationWarning
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.text import array_type, shown
-from jaxstrategy._src.tracing import signature as _signature
+from jaxstrategy._src.tracing import nnx, signature as _signature
 from jaxstrategy._src.tracing.checks.step_checks import check
 from jaxstrategy._src.tracing.checks.varying_results import Returned, Unstated
-from jaxstrategy._src.tracing.functions import code
-from jaxstrategy._src.tracing.functions.code import code_of
-from jaxstrategy._src.tracing.functions.references import (
+from jaxstrategy._src.tracing.jaxprs import ArrayType
+from jaxstrategy._src.tracing.program import InputLayout, NotTraced, Program, Retraced
+from jaxstrategy._src.tracing.references import (
     References,
-    weak_function,
+    code_of,
+    source_location,
     weak_method,
 )
-from jaxstrategy._src.tracing.jaxprs import ArrayType
-from jaxstrategy._src.tracing.nnx.object_calls import (
-    BoundCall,
-    ObjectCall,
-    array_options,
-    array_step,
-    object_call,
-    require_objects,
-)
-from jaxstrategy._src.tracing.nnx.objects import CallerObjects, ObjectStructure
-from jaxstrategy._src.tracing.program import InputLayout, NotTraced, Program, Retraced
 from jaxstrategy._src.tracing.saved_step import Obtain
 from jaxstrategy._src.tracing.signature import Signature, are_live_arrays
 from jaxstrategy._src.tracing.step_agreement import AgreedPreparation, StepAgreement
@@ -185,7 +175,7 @@ def _change(
     new_avals: Sequence[ArrayType],
 ) -> str:
     """Describes the difference between the arguments of two compilations."""
-    if old.treedef != new.treedef:
+    if str(old.treedef) != str(new.treedef):
         return (
             "the structure of its arguments changed: it was "
             f"{shown(old.treedef)}, is {shown(new.treedef)}. Pass the same "
@@ -223,7 +213,7 @@ class AgreedProgram:
         self._program = Program(step, options, on_trace)
         self._agreement = agreement
         self._name = getattr(step.fn, "__qualname__", type(step.fn).__name__)
-        location = code.source_location(step.fn)
+        location = source_location(step.fn)
         self._where = f"{location[0]}:{location[1]}" if location else "unknown line"
         self._is_new = True
         # Of the call in progress.
@@ -322,7 +312,7 @@ class FrozenSignatures:
 
 def _difference(fn: Function, old: Signature, new: Signature) -> str:
     """The difference between two signatures, in words."""
-    if old.treedef != new.treedef:
+    if str(old.treedef) != str(new.treedef):
         if _paths(old.treedef) != _paths(new.treedef):
             was, now = shown(old.treedef), shown(new.treedef)
             return f"their structure was {was}, and is {now}"
@@ -347,8 +337,6 @@ def _paths(structure: TreeStructure) -> list[str]:
 
 _Program: TypeAlias = Program | AgreedProgram
 _MAX_FAST_PATH_MISSES = 3
-# Models, optimizers and metrics of a few trainings at once.
-_MAX_OBJECTS = 8
 
 
 @final
@@ -362,7 +350,6 @@ class ProgramCache:
         options: RunOptions | None,
         history: History,
         calls: Calls,
-        parent: ProgramCache | None = None,
         frozen: FrozenSignatures | None = None,
     ) -> None:
         self._environment = environment
@@ -370,7 +357,6 @@ class ProgramCache:
         self._options = options if options is not None else RunOptions()
         self._history = history
         self._calls = calls
-        self._parent = parent
         self._frozen = frozen
         self._functions: list[Callable[[], Function | None]] = []
         # The function that is called now; another thread may call another.
@@ -391,12 +377,9 @@ class ProgramCache:
         # differ. Given up after a few misses, each of which costs an exception.
         self._fast_path: Program | None = None
         self._fast_path_misses = 0
-        # Flax NNX objects become arrays. The objects of recent calls; and by structure:
-        # that, the `array_step` (not kept elsewhere) and its programs.
-        self._objects: list[CallerObjects] = []
-        self._by_objects: dict[
-            Hashable, tuple[ObjectStructure | None, Function, ProgramCache]
-        ] = {}
+        # Once a call has had objects of Flax NNX, all are looked through for them.
+        self._objects = nnx.RecentObjects()
+        self._takes_objects = False
 
     def add(self, get_fn: Callable[[], Function | None]) -> None:
         """Adds a function that may use these programs, without keeping it alive."""
@@ -420,8 +403,15 @@ class ProgramCache:
         assert fn is not None, "the caller holds a function"
         return fn
 
-    def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
+    def __call__(
+        self,
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
+        has_arrays: bool = False,  # for objects
+    ) -> PyTree:
         """The results of the function on all replicas."""
+        if self._takes_objects and not has_arrays:
+            return self._call_with_objects((args, kwargs), {})
         self._calls.count += 1
         program = self._fast_path
         if program is not None and (executable := program.executable).is_bare:
@@ -486,13 +476,10 @@ class ProgramCache:
 
     def call_with(self, captured: dict[str, Leaf], arguments: Arguments) -> PyTree:
         """The results of a function with captured values as further arguments."""
-        if not captured:
-            results = self(*arguments)
+        if captured:
+            results = self._call_with_objects(arguments, captured)
         else:
-            self._calls.count += 1
-            call = object_call(arguments, captured, self._objects)
-            assert call is not None
-            results = self._call_with_objects(call)
+            results = self(*arguments)
         self.has_succeeded = True
         return results
 
@@ -500,25 +487,22 @@ class ProgramCache:
         self, captured: dict[str, Leaf], arguments: Arguments, obtain: Obtain
     ) -> None:
         """Compiles the program of such a call now; types may stand for arrays."""
-        call = object_call(arguments, captured, self._objects)
-        if call is not None:
-            self._for_objects(call).prepare({}, call.arguments, obtain)
-        else:
-            leaves, signature = _signature.flatten(self._fn, arguments, abstract=True)
-            program, _ = self._new_program(signature)
-            program.prepare(leaves, obtain)
-            self._programs[signature] = program
-            if self._frozen is not None:
-                self._frozen.add(signature)
+        _, arguments = nnx.as_arrays(arguments, captured, self._objects)
+        leaves, signature = _signature.flatten(self._fn, arguments, abstract=True)
+        program, _ = self._new_program(signature)
+        program.prepare(leaves, obtain)
+        self._programs[signature] = program
+        if self._frozen is not None:
+            self._frozen.add(signature)
         self.has_succeeded = True
 
     def _call_by_signature(
         self, arguments: Arguments, structure: TreeStructure
     ) -> PyTree:
         fn = self._fn
-        call = object_call(arguments, {}, self._objects)
-        if call is not None:
-            return self._call_with_objects(call)
+        if nnx.has_objects(arguments):
+            self._takes_objects = True
+            return self._call_with_objects(arguments, {})
         leaves, signature = _signature.flatten(fn, arguments)
         program, unstated = self._programs.get(signature), None
         if program is None:
@@ -552,8 +536,7 @@ class ProgramCache:
             unstated.update(found)
             if isinstance(program, AgreedProgram):
                 program.traced(traced)
-            for programs in filter(None, (self, self._parent)):
-                programs.traces += 1
+            self.traces += 1
             count = len(signature.dynamic)
             types = [var.aval for var in traced.closed.jaxpr.invars[:count]]
             self._history.record(step.fn, self._calls, signature, types)
@@ -573,52 +556,33 @@ class ProgramCache:
 
     # Calls with objects that the step changes in place.
 
-    def _call_with_objects(self, call: ObjectCall) -> PyTree:
-        return call.finish(self._for_objects(call)(*call.arguments))
-
-    def _for_objects(self, call: ObjectCall) -> ProgramCache:
-        """The programs of the `array_step` for a call."""
-        objects, form, key = call.objects, None, None
-        if objects is not None:
-            if objects.cached is not None and objects.cached[0] == call.captured:
-                return objects.cached[1]  # hashing takes a tenth of a call
-            if objects.is_cacheable and objects not in self._objects:
-                others = [o for o in self._objects if not o.is_outdated_by(objects)]
-                self._objects = [objects, *others][:_MAX_OBJECTS]
-            form, key = objects.form, objects.form.key
-        known = self._by_objects.get((key, call.captured))
-        if known is None:
-            function = array_step(self._get_fn, form, call.captured)
-            programs = ProgramCache(
-                self._environment,
-                self._agreement,
-                array_options(self._options),
-                self._history,
-                self._calls,
-                self,
-                self._frozen,
-            )
-            programs.add(weak_function(function))
-            known = form, function, programs
-            self._by_objects[key, call.captured] = known
-        form, _, programs = known
-        if objects is not None and form is not None:
-            # Calls of one program share the structure with `returns_objects`.
-            objects.form, objects.cached = form, (call.captured, programs)
-        return programs
+    def _call_with_objects(
+        self, arguments: Arguments, captured: dict[str, Leaf]
+    ) -> PyTree:
+        objects, arguments = nnx.as_arrays(arguments, captured, self._objects)
+        results = self(*arguments, has_arrays=True)
+        return results if objects is None else objects.finish(results)
 
     def bound(
         self, fn: Function, objects: Sequence[PyTree], captured: dict[str, Leaf]
     ) -> Callable[..., PyTree]:
         """A function with these first arguments, which are flattened only once."""
-        call = require_objects(tuple(objects), captured, self._objects)
-        programs, alive = self._for_objects(call), objects
-        bound = BoundCall(call)
+        found, arguments = nnx.as_arrays((tuple(objects), {}), captured, self._objects)
+        caller, alive = nnx.require_objects(found), objects
+        leaves, structure = jax.tree.flatten(arguments, is_leaf=nnx.is_whole_or_arrays)
+        places = [i for i, leaf in enumerate(leaves) if nnx.is_object_arrays(leaf)]
+        for place in places:  # their old arrays are not kept alive
+            leaves[place] = None
 
         @functools.wraps(fn)
         def step(*rest: PyTree, **kwargs: PyTree) -> PyTree:
             assert alive  # the objects, as long as this may be called
-            return bound.objects.finish(programs(*bound.arguments(rest, kwargs)))
+            new = leaves.copy()
+            for place, parts in zip(places, caller.parts(), strict=True):
+                new[place] = parts
+            args, captured = structure.unflatten(new)
+            kwargs.update(captured)
+            return caller.finish(self((*args, *rest), kwargs, has_arrays=True))
 
         return step
 

@@ -21,9 +21,8 @@ from jax.core import Tracer
 
 from jaxstrategy._src.contexts.context import AbstractStrategy
 from jaxstrategy._src.text import array_type, shown
-from jaxstrategy._src.tracing.functions.code import attributes_of
-from jaxstrategy._src.tracing.functions.references import Binding
 from jaxstrategy._src.tracing.jaxprs import KeyPath
+from jaxstrategy._src.tracing.references import Binding, attributes_of
 from jaxstrategy._src.values import arrays, arrays as _arrays, per_replica, trees
 from jaxstrategy._src.values.arrays import (
     Arguments,

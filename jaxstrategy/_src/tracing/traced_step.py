@@ -23,9 +23,8 @@ from jaxstrategy._src.replicas.replicas import (
     Replicas,
 )
 from jaxstrategy._src.text import Line
-from jaxstrategy._src.tracing import signature as _signature
+from jaxstrategy._src.tracing import nnx, rebinding, signature as _signature
 from jaxstrategy._src.tracing.constants import ProgramValue
-from jaxstrategy._src.tracing.functions import rebinding
 from jaxstrategy._src.tracing.jaxprs import (
     ArrayType,
     ClosedJaxpr,
@@ -34,7 +33,6 @@ from jaxstrategy._src.tracing.jaxprs import (
     closed,
     variables,
 )
-from jaxstrategy._src.tracing.nnx.object_calls import takes_arrays
 from jaxstrategy._src.tracing.numbered_prints import with_numbers
 from jaxstrategy._src.tracing.replication.rules import analyse
 from jaxstrategy._src.tracing.replication.types import Findings, Replication
@@ -92,7 +90,13 @@ class ReplicaStep:
         self.roles = [role for role in signature.roles if role is not Role.STATIC]
         self.name = name_of(self.fn)
         # Whether arrays replace Flax NNX objects among the arguments.
-        self.takes_arrays = takes_arrays(self.fn)
+        nodes = signature.treedef.unflatten(signature.leaves)
+        self.has_objects = any(
+            map(
+                nnx.is_object_arrays,
+                jax.tree.leaves(nodes, is_leaf=nnx.is_object_arrays),
+            )
+        )
         # For each traced argument whether it has a version for each replica.
         self.layouts: list[ReplicaLayout] = [
             STACKED if role is Role.PER_REPLICA else REPLICATED for role in self.roles
@@ -190,16 +194,14 @@ class ReplicaStep:
         ]
         fn = self.fn
         args, kwargs = self.signature.rebuild(leaves)
-        checking: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if not self.takes_arrays:  # it does so itself, where its objects are
-            statics = [
-                (self.signature.label(fn, index).strip("`"), value)
-                for index, value in self.signature.with_statics()
-            ]
-            checking = rebinding.checking_leaks(fn, self.name, statics)
+        statics = [
+            (self.signature.label(fn, index).strip("`"), value)
+            for index, value in self.signature.with_statics()
+        ]
+        call = functools.partial(nnx.call, fn, self.name, statics)
         try:
-            with tracing(leaves), checking:
-                returned = self._environment.call(fn, args, kwargs)
+            with tracing(leaves):
+                returned = self._environment.call(call, args, kwargs)
         except rebinding.Leak:
             raise
         except Exception as error:
@@ -238,7 +240,7 @@ class TracedStep(NamedResults):
         results: Results,
         used: dict[int, Variable],
     ) -> None:
-        super().__init__(step.name, results, step.takes_arrays)
+        super().__init__(step.name, results, step.has_objects)
         self.replica_step = step
         self.signature: Signature = step.signature
         self.replicas = replicas = step.replicas

@@ -10,7 +10,7 @@ from jaxstrategy._src import text
 from jaxstrategy._src.errors import TracedValueError
 from jaxstrategy._src.replicas.inner_axes import which_axes
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.tracing.nnx import object_calls
+from jaxstrategy._src.tracing import nnx
 
 # Raised by JAX when Python needs the value of a tracer.
 CONCRETIZATION_ERRORS = (
@@ -44,7 +44,7 @@ def translated(error: Exception, name: str, replicas: Replicas) -> Exception | N
         return _no_axes_error(error, name, replicas)
     if isinstance(error, ValueError) and _OTHER_MESH in str(error):
         return _other_mesh_error(error, name, replicas)
-    return object_calls.translated(error, name)
+    return nnx.translated(error, name)
 
 
 def _concretization_error(error: Exception, name: str) -> TracedValueError:

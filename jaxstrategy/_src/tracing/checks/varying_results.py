@@ -215,7 +215,7 @@ def unexpected_results(
     step: TracedStep, expected: PyTree
 ) -> Iterator[NotMirroredError]:
     """An error for each result that varies and is expected to be mirrored."""
-    if expected is None:
+    if expected is None and not step.has_objects:
         return
     for _, keys, state, is_expected in _varying(step, expected):
         if not is_expected:
@@ -313,14 +313,20 @@ def expectation(
     step: NamedResults, expected: PyTree
 ) -> Callable[[int, KeyPath, ArrayType], bool | None]:
     """Whether a result with a position, path and type should be mirrored, if stated."""
-    if expected is None:
-        return lambda position, keys, output: None
-    if is_function(expected):
-        return lambda position, keys, output: bool(
-            expected(keys, jax.ShapeDtypeStruct(output.shape, output.dtype))
-        )
-    entries = _broadcast(expected, step)
-    return lambda position, keys, output: entries[position]
+    entries: list[bool | None] | None = None
+    if expected is not None and not is_function(expected):
+        entries = _broadcast(expected, step)
+
+    def is_expected(position: int, keys: KeyPath, output: ArrayType) -> bool | None:
+        if step.is_of_object(keys):
+            return True
+        if entries is not None:
+            return entries[position]
+        if expected is not None:
+            leaf = jax.ShapeDtypeStruct(output.shape, output.dtype)
+            return bool(expected(keys[step.has_objects :], leaf))
+
+    return is_expected
 
 
 def _broadcast(prefix: PyTree, step: NamedResults) -> list[bool | None]:
@@ -330,11 +336,12 @@ def _broadcast(prefix: PyTree, step: NamedResults) -> list[bool | None]:
     # None has no leaves, but may have an entry: use -1.
     shape = jax.tree.map(lambda n: -1 if n is None else n, shape, is_leaf=_is_none)
     try:
-        spread = jax.tree.broadcast(prefix, shape, is_leaf=_is_none)
+        whole = (prefix, True) if step.has_objects else prefix
+        spread = jax.tree.broadcast(whole, shape, is_leaf=_is_none)
     except ValueError as error:
         treedef = results.treedef
-        if step.has_objects:  # the entry for these is ours
-            prefix, treedef = prefix[0], treedef.children()[0]
+        if step.has_objects:
+            treedef = treedef.children()[0]
         structure = str(treedef).removeprefix("PyTreeDef(").removesuffix(")")
         raise ValueError(
             f"`expect_mirrored` is {prefix!r}, which does not fit what the step "

@@ -20,7 +20,7 @@ from jaxstrategy._src.replicas.replicas import STACKED, Replicas, sharded_along
 from jaxstrategy._src.replicas.state_sharding import LeafSharding
 from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.text import Line
-from jaxstrategy._src.tracing import signature as _signature
+from jaxstrategy._src.tracing import nnx, signature as _signature
 from jaxstrategy._src.tracing.checks.step_checks import problems
 from jaxstrategy._src.tracing.explanation import compiled_program
 from jaxstrategy._src.tracing.explanation.explanation import (
@@ -33,7 +33,6 @@ from jaxstrategy._src.tracing.explanation.explanation import (
     UndecidedOperation,
     WholeSum,
 )
-from jaxstrategy._src.tracing.functions.code import source_location
 from jaxstrategy._src.tracing.jaxprs import (
     COLLECTIVES,
     ArrayType,
@@ -47,11 +46,11 @@ from jaxstrategy._src.tracing.jaxprs import (
     origins_of,
     variables,
 )
-from jaxstrategy._src.tracing.nnx import object_calls
 from jaxstrategy._src.tracing.partition.global_part import UNKNOWN, is_sum_of_all
 from jaxstrategy._src.tracing.partition.partitioned_step import PartitionedStep
 from jaxstrategy._src.tracing.partition.per_replica_part import Exchange
 from jaxstrategy._src.tracing.program import Program
+from jaxstrategy._src.tracing.references import source_location
 from jaxstrategy._src.tracing.replication.control import scan_counts
 from jaxstrategy._src.tracing.replication.types import Collective, Site
 from jaxstrategy._src.tracing.saved_step import Preparation
@@ -76,7 +75,7 @@ def explain(
     compiled: bool,
 ) -> Explanation:
     """Explains `fn(*args, **kwargs)` on the replicas of a strategy."""
-    fn, arguments, options = object_calls.as_arrays(fn, (args, kwargs), options)
+    _, arguments = nnx.as_arrays((args, kwargs), nnx.captured_by(fn))
     leaves, signature = _signature.flatten(fn, arguments, abstract=True)
     replica_step = ReplicaStep(lambda: fn, environment, signature, lambda: True)
     steps: list[TracedStep] = []

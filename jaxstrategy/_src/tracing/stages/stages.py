@@ -33,8 +33,8 @@ from jaxstrategy._src.replicas.replicas import (
     sharded_along,
 )
 from jaxstrategy._src.tracing.constants import ProgramValue
-from jaxstrategy._src.tracing.functions.references import weak_method
-from jaxstrategy._src.tracing.nnx.objects import structure_of, variables_with
+from jaxstrategy._src.tracing.nnx import structure_of, variables_with
+from jaxstrategy._src.tracing.references import weak_method
 from jaxstrategy._src.tracing.signature import (
     Role,
     is_before_jaxlib_012,

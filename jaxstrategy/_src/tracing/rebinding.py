@@ -16,11 +16,11 @@ from jaxstrategy._src import text
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.errors import LeakedTracerError
 from jaxstrategy._src.text import Line, and_more
-from jaxstrategy._src.tracing.functions import code
-from jaxstrategy._src.tracing.functions.references import (
+from jaxstrategy._src.tracing.references import (
     UNBOUND,
     Binding,
     References,
+    code_of,
     substituted,
 )
 from jaxstrategy._src.values.arrays import Function
@@ -35,7 +35,7 @@ class Leak(Exception):
     def __init__(
         self, fn: Function, name: str, labels: Sequence[str], value: Tracer, keras: bool
     ) -> None:
-        self._code = code.code_of(fn)
+        self._code = code_of(fn)
         self._name = name
         self._labels = labels
         self._value = value
@@ -135,9 +135,9 @@ def _restore(after: References, before: References) -> list[tuple[str, Tracer, A
     return leaked
 
 
-def _label_in_keras(references: References, index: int, owner: object) -> str | None:
+def _label_in_keras(found: References, index: int, owner: object) -> str | None:
     """The outermost Keras object that holds a variable, and the variable's path."""
-    nodes = [references.nodes[above] for above in references.ancestors(index)]
+    nodes = [found.nodes[above] for above in found.ancestors(index)]
     label = next((n.label for n in reversed(nodes) if _is_keras(n.value)), None)
     path = getattr(owner, "path", None)
     return f"{label}: {path}" if isinstance(path, str) else label

@@ -1,22 +1,27 @@
-"""Splits Flax NNX objects into arrays and structure, and merges them."""
+"""Flax NNX objects in steps: arrays on the way in, changed in place on the way out."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 
+from jaxstrategy._src.contexts import context as _context
+from jaxstrategy._src.contexts.replica_context import ReplicaContext
 from jaxstrategy._src.errors import ObjectError
-from jaxstrategy._src.text import listed
-from jaxstrategy._src.tracing.functions.references import are_identical, weak_method
+from jaxstrategy._src.text import listed, users_line
+from jaxstrategy._src.tracing import rebinding, signature as _signature
+from jaxstrategy._src.tracing.references import CapturedName, are_identical, weak_method
 from jaxstrategy._src.values import arrays as _arrays, trees
-from jaxstrategy._src.values.arrays import Leaf, PyTree
+from jaxstrategy._src.values.arrays import Arguments, Function, Leaf, PyTree
 from jaxstrategy._src.values.trees import (
     FlaxVariable,
     is_nnx_node,
@@ -44,6 +49,13 @@ def is_call_leaf(node: object) -> bool:
     return nnx is not None and isinstance(node, nnx.State)
 
 
+def has_objects(tree: PyTree) -> bool:
+    """Whether objects or variables of Flax NNX are among the leaves."""
+    if not trees.object_kinds():
+        return False
+    return any(map(is_nnx_node, jax.tree.leaves(tree, is_leaf=is_call_leaf)))
+
+
 # `eq=False`: JAX hashes it within a structure, and `value` may have no hash.
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttributeChange:
@@ -57,24 +69,31 @@ class AttributeChange:
 DELETED = object()
 
 # The static part of `ObjectArrays`.
-_Static: TypeAlias = "tuple[tuple[str, ...], tuple[AttributeChange, ...]]"
+_Static: TypeAlias = (
+    "tuple[tuple[str, ...], tuple[AttributeChange, ...], ObjectStructure | None]"
+)
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class ObjectArrays:
-    """The arrays of an object, which replace it in the call of a program."""
+    """The arrays of an object, which replace it in the call of a program.
+
+    As an argument it has the structure of all objects of the call.
+    """
 
     arrays: Sequence[Leaf]
     names: tuple[str, ...]
     changes: tuple[AttributeChange, ...] = ()
+    form: ObjectStructure | None = None
 
     def tree_flatten(self) -> tuple[Sequence[Leaf], _Static]:
-        return self.arrays, (self.names, self.changes)
+        return self.arrays, (self.names, self.changes, self.form)
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Hashable, Leaf]], _Static]:
         keys = map(jax.tree_util.GetAttrKey, self.names)
-        return list(zip(keys, self.arrays, strict=True)), (self.names, self.changes)
+        arrays, static = self.tree_flatten()
+        return list(zip(keys, arrays, strict=True)), static
 
     @classmethod
     def tree_unflatten(cls, aux: _Static, arrays: Sequence[Leaf]) -> ObjectArrays:
@@ -114,7 +133,8 @@ def is_whole_or_arrays(node: object) -> bool:
     return is_object_arrays(node) or trees.is_whole(node)
 
 
-@dataclasses.dataclass
+# Part of the structure of arguments; `RecentObjects` keeps one for each `key`.
+@dataclasses.dataclass(eq=False, repr=False)
 class ObjectStructure:
     """The static part of a list of objects, to merge them from arrays."""
 
@@ -122,8 +142,11 @@ class ObjectStructure:
     structure: Hashable  # of the `nnx.State`
     owners: tuple[tuple[int, ...], ...]  # for each object the indices of its variables
     names: tuple[tuple[str, ...], ...]  # the same, their names
-    templates: list[FlaxVariable | None] = dataclasses.field(repr=False)
+    templates: list[FlaxVariable | None]
     returns_objects: bool = False
+
+    def __repr__(self) -> str:  # in the structure of arguments, which messages show
+        return "..."
 
     @property
     def key(self) -> Hashable:
@@ -291,8 +314,6 @@ class CallerObjects:
         objects = list(objects)
         _alive.add(self)
         clear = weak_method(self, CallerObjects._clear)
-        # Labels of captured objects, and the programs of `ObjectCalls`.
-        self.cached: tuple[tuple[str, ...], Any] | None = None
         self.is_cacheable = all(map(is_object, objects))
         self._objects = [
             # A variable allows no weak reference.
@@ -361,7 +382,7 @@ class CallerObjects:
     def parts(self) -> list[ObjectArrays]:
         """The arrays of each object."""
         return [
-            ObjectArrays([get() for get in getters], names)
+            ObjectArrays([get() for get in getters], names, (), self.form)
             for getters, names in zip(self._getters, self.form.names, strict=True)
         ]
 
@@ -451,3 +472,226 @@ _alive: weakref.WeakSet[CallerObjects] = weakref.WeakSet()
 def variables_with(arrays: Collection[int]) -> list[tuple[FlaxVariable, object]]:
     """The variables with these arrays, by `id`, and their objects."""
     return [pair for objects in list(_alive) for pair in objects.variables_with(arrays)]
+
+
+# Models, optimizers and metrics of a few trainings at once.
+_MAX_OBJECTS = 8
+
+
+class RecentObjects:
+    """The objects of recent calls; those of equal structure share their `form`."""
+
+    def __init__(self) -> None:
+        self._recent: list[CallerObjects] = []
+        self._forms: dict[Hashable, ObjectStructure] = {}
+
+    def of(self, nodes: Sequence[object]) -> CallerObjects:
+        for objects in self._recent:
+            if objects.matches(nodes):
+                return objects
+        objects = CallerObjects(nodes)
+        objects.form = self._forms.setdefault(objects.form.key, objects.form)
+        if objects.is_cacheable:
+            others = [o for o in self._recent if not o.is_outdated_by(objects)]
+            self._recent = [objects, *others][:_MAX_OBJECTS]
+        return objects
+
+
+# Calls.
+
+
+def as_arrays(
+    arguments: Arguments,
+    captured: Mapping[str, object],
+    recent: RecentObjects | None = None,
+) -> tuple[CallerObjects | None, Arguments]:
+    """A call with arrays for objects, and captured values as keyword arguments."""
+    if not trees.object_kinds() and not captured:
+        return None, arguments
+    args, kwargs = arguments
+    arguments = args, {**kwargs, **captured}
+    leaves, structure = jax.tree.flatten(arguments, is_leaf=is_call_leaf)
+    nodes = [leaf for leaf in leaves if is_nnx_node(leaf)]
+    if not nodes:
+        return None, arguments
+    objects = (recent or RecentObjects()).of(nodes)
+    parts = iter(objects.parts())
+    leaves = [next(parts) if is_nnx_node(leaf) else leaf for leaf in leaves]
+    return objects, structure.unflatten(leaves)
+
+
+def call(
+    fn: Function,
+    name: str,
+    statics: Sequence[tuple[str, object]],
+    /,
+    *args: PyTree,
+    **kwargs: PyTree,
+) -> PyTree:
+    """Calls a step with what `as_arrays` has made; returns also new arrays of objects.
+
+    Raises `Leak` if it leaves a tracer in what it captures or in `statics`.
+    """
+    arguments = args, kwargs
+    leaves, structure = jax.tree.flatten(arguments, is_leaf=is_whole_or_arrays)
+    parts = [leaf for leaf in leaves if is_object_arrays(leaf)]
+    form = parts[0].form if parts else None
+    objects = [] if form is None else form.merge(parts)
+    keys = _fold_in_replica(objects)
+    if parts:
+        following = iter(objects)
+        args, kwargs = structure.unflatten(
+            [next(following) if is_object_arrays(leaf) else leaf for leaf in leaves]
+        )
+    names = [each for each in kwargs if isinstance(each, CapturedName)]
+    replaced: dict[str, object] = {each: kwargs.pop(each) for each in names}
+    with rebinding.rebound(fn, replaced) as rebound:
+        with rebinding.checking_leaks(rebound, name, statics):
+            returned = rebound(*args, **kwargs)
+    if form is None:
+        return returned
+    returned = _with_marks(returned, objects, form)
+    # A key that the step did not use is equal on all replicas again.
+    for variable, folded, key in keys:
+        if variable.get_raw_value() is folded:
+            variable.set_raw_value(key)
+    numbered = structure.unflatten(range(len(leaves)))
+    labels = [
+        _signature.label(fn, numbered, index).strip("`")
+        for index, leaf in enumerate(leaves)
+        if is_object_arrays(leaf)
+    ]
+    return returned, [
+        dataclasses.replace(part, names=tuple(f"{label}.{n}" for n in part.names))
+        for part, label in zip(form.split(objects, parts), labels, strict=True)
+    ]
+
+
+def came_from_step(error: BaseException | None) -> bool:
+    """Whether an error was raised inside of a step."""
+    while error is not None:
+        frames = traceback.walk_tb(error.__traceback__)
+        if any(frame.f_code is call.__code__ for frame, _ in frames):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _fold_in_replica(
+    objects: Sequence[object],
+) -> list[tuple[FlaxVariable, jax.Array, jax.Array]]:
+    """Folds the replica's id into random keys, so that dropout differs.
+
+    Returns each variable with its new and its old key.
+    """
+    context = _context.current()
+    strategy, replica = context.strategy, context.replica
+    if not objects or strategy is None or strategy.num_replicas_in_sync == 1:
+        return []
+    assert isinstance(replica, ReplicaContext)
+    nnx = sys.modules["flax.nnx"]
+    keys = []
+    for _, node in nnx.iter_graph(objects):
+        if isinstance(node, nnx.RngKey):
+            key = node.get_raw_value()
+            folded = replica.fold_in(key)
+            node.set_raw_value(folded)
+            keys.append((node, folded, key))
+    return keys
+
+
+def _with_marks(
+    returned: PyTree, objects: Sequence[object], form: ObjectStructure
+) -> PyTree:
+    """Replaces the caller's objects among results by marks."""
+    nnx = sys.modules["flax.nnx"]
+    leaves, structure = jax.tree.flatten(returned, is_leaf=is_call_leaf)
+    if not any(map(is_nnx_node, leaves)):
+        return returned
+    graph = list(nnx.iter_graph(objects))
+    paths = {id(node): path for path, node in graph if is_nnx_node(node)}
+    passed = {id(node) for _, node in graph}
+    for i, leaf in enumerate(leaves):
+        if not is_nnx_node(leaf):
+            continue
+        if id(leaf) in paths:
+            leaves[i] = ReturnedObject(paths[id(leaf)])
+            form.returns_objects = True
+        elif any(id(n) in passed for _, n in nnx.iter_graph(leaf) if is_variable(n)):
+            raise ObjectError(
+                f"The step returned a new {type(leaf).__name__} that shares variables "
+                "with an object that it was given; they would not be shared any more. "
+                "Return the object itself, or nothing: it is changed in place."
+            )
+    return jax.tree.unflatten(structure, leaves)
+
+
+def require_objects(objects: CallerObjects | None) -> CallerObjects:
+    """The objects to `bind`; raises without any."""
+    if objects is None:
+        raise TypeError(
+            "`bind` was given no module, optimizer or metric of Flax NNX. Other "
+            "arguments are looked up fast as they are: call the step with them."
+        )
+    return objects
+
+
+def captured_by(fn: Function) -> dict[str, object]:
+    """The objects that a function captures, by label."""
+    if not trees.object_kinds():
+        return {}
+    return rebinding.references(fn).objects
+
+
+def translated(error: Exception, name: str) -> ObjectError | None:
+    """The error to raise instead of Flax's about a captured object."""
+    said = str(error)
+    is_ours = type(error).__name__ == "TraceContextError" or (
+        isinstance(error, ValueError)
+        and (
+            "different trace level" in said
+            # Raised by JAX for indices into an array on the mesh.
+            or ("Context mesh" in said and _went_through_flax(error))
+        )
+    )
+    if not is_ours:
+        return None
+    line = users_line(error.__traceback__)
+    where = f"\n  {line}\n" if line else " "
+    return ObjectError(
+        f"`{name}` changes, or indexes, an object of Flax NNX that it was not given, "
+        f"or inside a function that JAX transforms:{where}Pass it as an argument, and "
+        "it is changed in place; to such a function too, with `nnx.grad` or `nnx.scan` "
+        "instead of JAX's. Objects that a step refers to by name, attribute or "
+        "container are found as well, but not those of a generator, a cached function "
+        "or a context variable."
+    )
+
+
+def _went_through_flax(error: Exception) -> bool:
+    return any(
+        frame.f_globals.get("__name__", "").startswith("flax.nnx")
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
+
+
+@contextlib.contextmanager
+def unchanged(tree: PyTree, name: str) -> Iterator[None]:
+    """A `with` block that raises if it has changed objects in `tree`."""
+    # Objects merged from an `nnx.State` may share its variables.
+    leaves = jax.tree.leaves(tree, is_leaf=is_call_leaf)
+    objects = [node for node in leaves if is_nnx_node(node)]
+    before = [jax.tree.flatten(node) for node in objects]
+    yield
+    for node, (leaves, structure) in zip(objects, before, strict=True):
+        now, structure_now = jax.tree.flatten(node)
+        same = all(a is b for a, b in zip(leaves, now, strict=False))
+        if not same or structure != structure_now:
+            raise ObjectError(
+                f"`{name}` runs for parameter servers, and changes a "
+                f"{type(node).__name__} of Flax NNX that it was given: the caller's "
+                "object would stay as it was. Pass the state of `nnx.split` instead, "
+                "make the object of it with `nnx.merge`, and return its `nnx.state`, "
+                "for `nnx.update` where the result is fetched; or keep what changes in "
+                "variables made in `strategy.scope()`."
+            )

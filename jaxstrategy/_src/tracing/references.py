@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
+import dis
 import enum
 import functools
 import hashlib
@@ -10,6 +12,7 @@ import inspect
 import operator
 import sys
 import types
+import typing
 import weakref
 from collections.abc import (
     Callable,
@@ -26,15 +29,230 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from jaxstrategy._src import text
 from jaxstrategy._src.contexts import context
 from jaxstrategy._src.contexts.context import Sender
-from jaxstrategy._src.tracing.functions import code as _code
-from jaxstrategy._src.tracing.functions.code import CALLABLE, NameUses, as_method
 from jaxstrategy._src.tracing.jaxprs import KeyPath
 from jaxstrategy._src.values import arrays, per_replica, trees
 from jaxstrategy._src.values.arrays import Function, PyTree
 from jaxstrategy._src.values.trees import is_nnx_node, object_kinds
 from jaxstrategy._src.variables.changes import Reference
+
+
+@functools.lru_cache(maxsize=4096)
+def is_users_class(kind: type) -> bool:
+    """Whether a class was defined in the user's own code."""
+    return is_users_module(sys.modules.get(kind.__module__))
+
+
+def is_users_module(module: types.ModuleType | None) -> bool:
+    """Whether a module is the user's own code; a notebook's is."""
+    if module is None or module.__name__ in sys.builtin_module_names:
+        return False
+    if module.__name__ == "__main__":
+        return True
+    file = getattr(module, "__file__", None)
+    return bool(file) and _is_users_file(file)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_users_file(file: str) -> bool:
+    return text.innermost([(file, 1)], libraries=False) is not None
+
+
+def code_of(fn: object) -> types.CodeType | None:
+    """The code of a function, method, `functools.partial` or callable object."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    if not hasattr(fn, "__code__"):
+        fn = inspect.getattr_static(type(fn), "__call__", None)
+    return getattr(fn, "__code__", None)
+
+
+_LOCATION = "_jaxstrategy_source_location"
+
+
+def source_location(fn: object) -> tuple[str, int] | None:
+    """The file and line where the user has defined `fn`."""
+    if (location := getattr(fn, _LOCATION, None)) is not None:
+        return location
+    code = code_of(fn)
+    return code and (code.co_filename, code.co_firstlineno)
+
+
+def copy_source_location(wrapper: object, fn: object) -> None:
+    """Gives `wrapper`, which is ours, the location of the user's function."""
+    wrapper.__dict__[_LOCATION] = source_location(fn)
+
+
+# With these names, code can access attributes that it does not name.
+_DYNAMIC = frozenset(
+    "__dict__ __class__ __dir__ __getattr__ __getattribute__ __getstate__ __reduce__ "
+    "__reduce_ex__ __slots__ __weakref__ __closure__ __self__ __wrapped__ locals "
+    "globals vars eval exec _getframe currentframe get_objects get_referents "
+    "get_referrers".split()
+)
+_ATTRIBUTE_OPERATIONS = (
+    "LOAD_ATTR LOAD_METHOD STORE_ATTR DELETE_ATTR LOAD_SUPER_ATTR".split()
+)
+# Base classes that read no attributes of their own.
+_BASES = (object, abc.ABC, typing.Generic, typing.Protocol)
+_HOOKS = ("__getattribute__", "__setattr__", "__delattr__")
+
+
+class Names(NamedTuple):
+    """The names in some code and in the functions defined in it."""
+
+    all: frozenset[str] = frozenset()
+    # Variables whose values it uses as a whole, and not for an attribute.
+    escaping: frozenset[str] = frozenset()
+    # Global ones.
+    reads: frozenset[str] = frozenset()
+    writes: frozenset[str] = frozenset()
+
+    def plus(self, other: Names) -> Names:
+        return Names(*map(frozenset.union, self, other))
+
+    def reads_named_attributes_only(self, value: object, name: str) -> bool:
+        """Whether code can access only those attributes of `value` that it names."""
+        kind = type(value)
+        if not self.all.isdisjoint(_DYNAMIC) or not _is_plain_class(kind):
+            return False
+        return self.escaping.isdisjoint({name, *self._self_parameters(kind)})
+
+    def _self_parameters(self, kind: type) -> Iterator[str]:
+        """The names of `self` in the methods of a class that the code names."""
+        for base in kind.__mro__:
+            for name in self.all & vars(base).keys():
+                member = vars(base)[name]
+                for part in ("", "__func__", "fget", "fset", "fdel", "func"):
+                    function = getattr(member, part, None) if part else member
+                    if isinstance(function, types.FunctionType):
+                        yield from function.__code__.co_varnames[:1]
+
+
+def _is_plain_class(kind: type) -> bool:
+    """Whether only the user's own code reads attributes of its objects."""
+    if type(kind) not in (type, abc.ABCMeta) or hasattr(kind, "__getattr__"):
+        return False
+    if hasattr(kind, "__dataclass_fields__"):  # generated methods read all fields
+        return False
+    if any(getattr(kind, name) is not getattr(object, name) for name in _HOOKS):
+        return False
+    return all(base in _BASES or is_users_class(base) for base in kind.__mro__)
+
+
+# By `id`: equal code of two files differs in `co_filename`.
+_names: dict[int, Names] = {}
+
+
+def names_of(code: types.CodeType) -> Names:
+    if id(code) not in _names:
+        names = _names_in(code)
+        for inner in code.co_consts:
+            if isinstance(inner, types.CodeType):
+                names = names.plus(names_of(inner))
+        _names[id(code)] = names
+        weakref.finalize(code, _names.pop, id(code), None)
+    return _names[id(code)]
+
+
+def is_users(code: types.CodeType) -> bool:
+    """Whether code is the user's own, and not a library's."""
+    return _is_users_file(code.co_filename)
+
+
+def _names_in(code: types.CodeType) -> Names:
+    cells = {*code.co_cellvars, *code.co_freevars}
+    escaping, reads, writes = set[str](), set[str](), set[str]()
+    instructions = [i for i in dis.get_instructions(code) if i.opname != "NOP"]
+    for index, each in enumerate(instructions):
+        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            reads.add(each.argval)
+        elif each.opname == "STORE_GLOBAL":
+            writes.add(each.argval)
+        if "LOAD_" not in each.opname or each.opname in ("LOAD_CONST", "LOAD_CLOSURE"):
+            continue
+        following = instructions[index + 1 : index + 3]
+        if following and following[0].opname == "COPY":  # of `x.a += 1`
+            following = following[1:]
+        loaded = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+        if following and following[0].opname in _ATTRIBUTE_OPERATIONS:
+            loaded = loaded[:-1]
+        for name in loaded:
+            # `LOAD_FAST` of a cell loads the cell.
+            if isinstance(name, str) and not ("FAST" in each.opname and name in cells):
+                escaping.add(name)
+    parts = (code.co_names, escaping, reads, writes)
+    return Names(*map(frozenset, parts))
+
+
+CALLABLE = (types.FunctionType, types.MethodType, functools.partial)
+_HEAP_TYPE = 1 << 9  # `Py_TPFLAGS_HEAPTYPE`: defined by a `class` statement
+
+
+def attributes_of(value: object) -> dict[str, object]:
+    """The `__dict__` of an object, without calling methods of its class."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+
+
+def slots_of(kind: type) -> Iterator[str]:
+    """The names of the slots of a class and its bases."""
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and not name.startswith("__"):
+                yield name
+
+
+def has_no_c_state(kind: type) -> bool:
+    """Whether attributes and slots are all the state of objects of a class."""
+    bases = [base for base in kind.__mro__ if base is not object]
+    if not all(base.__flags__ & _HEAP_TYPE for base in bases):
+        return False
+    # A class that C code made on the heap has a layout of its own. One of Python's has
+    # a pointer for each slot, and one each for `__dict__` and `__weakref__`.
+    pointers = 2 + sum(1 for _ in slots_of(kind))
+    return kind.__basicsize__ <= object.__basicsize__ + 8 * pointers
+
+
+# Attributes of a class that Python makes.
+IMPLICIT_ATTRIBUTES = frozenset(
+    "__module__ __dict__ __weakref__ __doc__ __annotations__ __qualname__ __slots__ "
+    "__firstlineno__ __static_attributes__ __annotate__ __annotate_func__ "
+    "__annotations_cache__ __dataclass_fields__ __dataclass_params__ __match_args__ "
+    "__abstractmethods__ _abc_impl __parameters__ __orig_bases__ __type_params__ "
+    "__classdictcell__".split()
+)
+
+
+def compared_fields(kind: type) -> tuple[str, ...] | None:
+    """The fields that a hashable dataclass compares; None for other classes."""
+    parameters = getattr(kind, "__dataclass_params__", None)
+    is_value = parameters is not None and parameters.eq and kind.__hash__ is not None
+    if not is_value or "__dataclass_params__" not in vars(kind):
+        return None
+    return tuple(f.name for f in dataclasses.fields(kind) if f.compare)
+
+
+def self_name(function: object) -> str | None:
+    """What a method of the user's calls `self`."""
+    code = getattr(function, "__code__", None)
+    if code is None or not is_users(code):
+        return None
+    return next(iter(code.co_varnames), None)
+
+
+def as_method(fn: Function) -> Function:
+    """`fn`, or `fn.__call__` of a callable object."""
+    call = inspect.getattr_static(type(fn), "__call__", None)
+    if isinstance(fn, CALLABLE) or not isinstance(call, types.FunctionType):
+        return fn
+    return types.MethodType(call, fn)
+
 
 Owner = TypeVar("Owner")
 Answer = TypeVar("Answer")
@@ -232,6 +450,11 @@ _DESCRIPTORS = (staticmethod, classmethod, property, functools.cached_property)
 _CONTAINERS = (types.MappingProxyType, list, tuple, dict, set, frozenset)
 _CLASS = "__class__"
 
+
+class CapturedName(str):
+    """The name of a captured value that a program takes as a keyword argument."""
+
+
 # What stands for a value in the cache key of a function.
 Token = Hashable
 _DELETED: Token = ("deleted",)
@@ -293,7 +516,7 @@ class References:
         self._captures_arrays = True
         # The names in all code visited so far decide which attributes are visited, and
         # these lead to more code: repeat until nothing is added.
-        self.uses = NameUses()
+        self.uses = Names()
         # By `id`, objects any of whose attributes may be used.
         self._whole: set[int] = set()
         before = None
@@ -368,7 +591,7 @@ class References:
             return self._function(label, value, number)
         if issubclass(kind, types.MethodType):
             label = "captured self" if label == "captured" else label
-            name = _code.self_name(value.__func__)
+            name = self_name(value.__func__)
             self.visit(label, None, value.__self__, number, name)
             self.visit("captured", None, value.__func__, number)
             return "method"
@@ -385,8 +608,8 @@ class References:
                 self.visit(f"captured {name}", None, each, number)
             return ("partial", kind, len(value.args), tuple(value.keywords))
         if issubclass(kind, types.ModuleType):
-            if _code.is_users_module(value):
-                names = sorted(self.uses.names & vars(value).keys())
+            if is_users_module(value):
+                names = sorted(self.uses.all & vars(value).keys())
                 self._globals(vars(value), names, number, f"{label}.")
             return Identity(value)
         if issubclass(kind, enum.Enum):
@@ -435,30 +658,31 @@ class References:
 
     def _function(self, label: str, fn: types.FunctionType, number: int) -> Token:
         code = fn.__code__
-        reads, writes, is_users = _code.global_names(code)
-        if is_users:
-            self.uses = self.uses.plus(_code.name_uses(code))
+        is_own, names = is_users(code), names_of(code)
+        if is_own:
+            self.uses = self.uses.plus(names)
         for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
             binding = Binding(cell)
-            used_as = name if is_users else None
+            used_as = name if is_own else None
             self.visit(f"captured {name}", binding, binding.get(), number, used_as)
         if defaults := fn.__defaults__:
-            names = code.co_varnames[
+            parameters = code.co_varnames[
                 code.co_argcount - len(defaults) : code.co_argcount
             ]
             binding = Binding(fn, "__defaults__")
             parent = len(self.nodes)
             self.nodes.append(Node(label, binding, defaults, number))
             self._tokens.append(len(defaults))
-            for name, value in zip(names, defaults, strict=True):
+            for name, value in zip(parameters, defaults, strict=True):
                 self.visit(f"captured {name}", None, value, parent)
         keyword_defaults = fn.__kwdefaults__ or {}
         for name in keyword_defaults:
             binding = Binding(keyword_defaults, name)
             self.visit(f"captured {name}", binding, binding.get(), number)
-        # A program does not depend on what the function only writes.
-        names = reads if self._with_key else {*reads, *writes}
-        self._globals(fn.__globals__, names, number)
+        if is_own:
+            # A program does not depend on what the function only writes.
+            writes = () if self._with_key else names.writes - names.reads
+            self._globals(fn.__globals__, [*sorted(names.reads), *writes], number)
         return ("function", Identity(code))
 
     def _globals(
@@ -508,10 +732,10 @@ class References:
         return (type(value), structure)
 
     def _class(self, label: str, kind: type, number: int) -> Token:
-        if _code.is_users_class(kind) and not issubclass(kind, enum.Enum):
-            for base in filter(_code.is_users_class, kind.__mro__):
+        if is_users_class(kind) and not issubclass(kind, enum.Enum):
+            for base in filter(is_users_class, kind.__mro__):
                 for name in self._used_attributes(kind, vars(base)):
-                    if name not in _code.IMPLICIT_ATTRIBUTES:
+                    if name not in IMPLICIT_ATTRIBUTES:
                         self._visit_attribute(kind, label, Binding(base, name), number)
         return Identity(kind)
 
@@ -522,7 +746,7 @@ class References:
         is_ours = package == "jaxstrategy" and not is_model
         if package in _IGNORED_PACKAGES or is_ours:
             return Identity(value)
-        if _code.has_no_c_state(kind):
+        if has_no_c_state(kind):
             return self._attributes(label, value, kind, number)
         if package in _COMPILED or callable(value):  # written in C
             return Identity(value)
@@ -537,14 +761,14 @@ class References:
     def _attributes(self, label: str, value: Any, kind: type, number: int) -> Token:
         is_partial = id(value) in self._partial
         self.visit(label, None, kind, number, _CLASS if is_partial else None)
-        attributes = _code.attributes_of(value)
-        compared = _code.compared_fields(kind) if self._with_key else None
+        attributes = attributes_of(value)
+        compared = compared_fields(kind) if self._with_key else None
         names = self._used_attributes(value, attributes)
         for name in names:
             if compared is None or name in compared:
                 binding = Binding(attributes, name)
                 self._visit_attribute(value, label, binding, number)
-        for name in self._used_attributes(value, _code.slots_of(kind)):
+        for name in self._used_attributes(value, slots_of(kind)):
             self._visit_attribute(value, label, Binding(value, name), number)
         if is_partial:
             return ("attributes", *names)
@@ -563,7 +787,7 @@ class References:
     def _used_attributes(self, value: object, names: Iterable[str]) -> list[str]:
         """The names of attributes that the function may use."""
         is_partial = id(value) in self._partial
-        return [each for each in names if not is_partial or each in self.uses.names]
+        return [each for each in names if not is_partial or each in self.uses.all]
 
     def _may_be_partial(self, value: object, name: str) -> bool:
         """Whether only those attributes count that the code names."""
@@ -577,23 +801,23 @@ class References:
         number, free = 2, label
         while free in self.objects or free in self.arrays:
             free, number = f"{label} ({number})", number + 1
-        return free
+        return CapturedName(free)
 
     # What was found.
 
     def named_attributes(self, method: types.MethodType) -> list[str]:
         """The attributes of a method's object that code names."""
         owner, kind = method.__self__, type(method.__self__)
-        known = {*_code.attributes_of(owner), *dir(kind)}
+        known = {*attributes_of(owner), *dir(kind)}
         # Also in the code of a library: that of the method, and of others it names.
-        found = self.uses.names & known
+        found = self.uses.all & known
         pending: list[object] = [method.__func__]
         pending += (inspect.getattr_static(kind, name, None) for name in found)
         while pending:
             member = pending.pop()
             function = member.fget if isinstance(member, property) else member
             if isinstance(function, types.FunctionType):
-                new = (_code.name_uses(function.__code__).names & known) - found
+                new = (names_of(function.__code__).all & known) - found
                 found |= new
                 pending += (inspect.getattr_static(kind, name, None) for name in new)
         return sorted(found)

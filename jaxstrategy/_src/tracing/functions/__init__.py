@@ -1,1 +1,0 @@
-"""What functions capture, as cache keys."""

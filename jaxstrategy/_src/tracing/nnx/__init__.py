@@ -1,1 +1,0 @@
-"""Flax NNX objects in steps."""
