@@ -15,13 +15,12 @@ from jaxstrategy._src.inputs.sources import Source, SourceIterator, State
 from jaxstrategy._src.text import whole
 from jaxstrategy._src.values import arrays as _arrays, per_replica
 from jaxstrategy._src.values.arrays import (
-    ALIGNMENT,
     Leaf,
     PyTree,
     TreeStructure,
     Value,
-    aligned_empty,
 )
+from jaxstrategy._src.values.memory import ALIGNMENT, aligned_empty
 
 
 def unshared(array: np.ndarray) -> np.ndarray:

@@ -14,7 +14,8 @@ from jax import export
 
 from jaxstrategy._src.errors import MissingExtraError
 from jaxstrategy._src.parameter_servers.protocol import OF_WHOLE, Type, shown, types_of
-from jaxstrategy._src.values.arrays import aligned, aligned_empty, is_traced
+from jaxstrategy._src.values.arrays import is_traced
+from jaxstrategy._src.values.memory import aligned, aligned_empty
 
 _OF_64_BITS = {np.dtype(name) for name in ("int64", "uint64", "float64", "complex128")}
 _CHOICES = (

@@ -22,7 +22,7 @@ from jaxstrategy._src.parameter_servers.protocol import (
     shown,
     types_of,
 )
-from jaxstrategy._src.values.arrays import aligned_empty
+from jaxstrategy._src.values.memory import aligned_empty
 
 if TYPE_CHECKING:  # it would import JAX
     import jax

@@ -38,7 +38,7 @@ from jaxstrategy._src.errors import ClusterError
 from jaxstrategy._src.launch.child_process import started
 from jaxstrategy._src.processes import secret as _secret
 from jaxstrategy._src.processes.secret import Secret
-from jaxstrategy._src.values.arrays import aligned_empty
+from jaxstrategy._src.values.memory import aligned_empty
 
 LARGEST = 1 << 38
 """Bytes of a message, if nothing else is said."""

@@ -37,7 +37,8 @@ from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.text import shown
 from jaxstrategy._src.values import per_replica
-from jaxstrategy._src.values.arrays import Leaf, PyTree, TreeStructure, aligned_empty
+from jaxstrategy._src.values.arrays import Leaf, PyTree, TreeStructure
+from jaxstrategy._src.values.memory import aligned_empty
 from jaxstrategy._src.values.per_replica import PerReplica
 
 

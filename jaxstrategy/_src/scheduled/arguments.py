@@ -29,8 +29,8 @@ from jaxstrategy._src.values.arrays import (
     Leaf,
     PyTree,
     TreeStructure,
-    aligned_empty,
 )
+from jaxstrategy._src.values.memory import aligned_empty
 from jaxstrategy._src.values.per_replica import PerReplica
 
 

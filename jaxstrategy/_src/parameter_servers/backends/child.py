@@ -9,8 +9,6 @@ import json
 import signal
 import sys
 import threading
-import types
-from pathlib import Path
 
 
 def main() -> None:
@@ -18,10 +16,7 @@ def main() -> None:
     task = json.loads(sys.argv[1])
     sys.path[:] = task["path"]
     if task["job"] == "ps":
-        # Without JAX, which takes a second: a parent of modules that imports nothing.
-        package = types.ModuleType("jaxstrategy")
-        package.__path__ = [str(Path(__file__).parents[3])]
-        sys.modules["jaxstrategy"] = package
+        # Without JAX, which takes a second.
         from jaxstrategy._src.parameter_servers.store import host_of_server
 
         host = host_of_server()
