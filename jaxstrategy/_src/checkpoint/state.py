@@ -64,7 +64,7 @@ class State:
     def __init__(self, tree: PyTree, replicas: Replicas | None = None) -> None:
         self._tree = tree
         self.leaves = leaves_of(tree, replicas)
-        self._handlers = {n: HANDLERS[kind_of(v)] for n, v in self.leaves.items()}
+        self._entries = {name: entry_of(leaf) for name, leaf in self.leaves.items()}
 
     @contextlib.contextmanager
     def snapshot(self, step: int) -> Iterator[None]:
@@ -73,7 +73,8 @@ class State:
         strategies = [each for each in owners if isinstance(each, AbstractStrategy)]
         with contextlib.ExitStack() as stack:
             for strategy in {id(each): each for each in strategies}.values():
-                stack.enter_context(strategy._variable_policy.snapshot(step))
+                if (pause := strategy._variable_policy.pause) is not None:
+                    stack.enter_context(pause(step))
             yield
 
     def saved(
@@ -82,7 +83,8 @@ class State:
         """Entries, arrays to be written, and what each process says besides."""
         entries, arrays = {}, {}
         for name, leaf in self.leaves.items():
-            entries[name], array = self._handlers[name].save(leaf)
+            handler = HANDLERS[self._entries[name]["kind"]]
+            entries[name], array = handler.save(leaf, dict(self._entries[name]))
             if array is not None:
                 arrays[name] = array
         told = [f"`{name}` ({described(each)})" for name, each in entries.items()]
@@ -114,14 +116,14 @@ class State:
         missing = tuple([name for name in self.leaves if name not in entries])
         unexpected = tuple([name for name in entries if name not in self.leaves])
         both = {n: (v, entries[n]) for n, v in self.leaves.items() if n in entries}
-        found = [mismatch(*each) for each in both.values()]
+        found = [mismatch(*each, self._entries[name]) for name, each in both.items()]
         differing = [text for text in found if text is not None]
         if differing or (not partial and (missing or unexpected)):
             raise MismatchError(where, missing, unexpected, differing, partial)
         readings = {name: reading(*each) for name, each in both.items()}
         arrays = read({name: each for name, each in readings.items() if each})
         values = {
-            name: self._handlers[name].restore(*each, arrays.get(name))
+            name: HANDLERS[self._entries[name]["kind"]].restore(*each, arrays.get(name))
             for name, each in both.items()
         }
         # Iterators may refuse: then those that have not are taken back.
@@ -262,19 +264,23 @@ def array_like(value: Any) -> Any:
     return value if is_array or isinstance(value, np.generic) else None
 
 
-def kind_of(leaf: Leaf) -> str:
-    """The kind of entry that a value has in a record."""
-    value = leaf.value
-    if isinstance(value, PerReplica):
-        return "per_replica"
-    if array_like(value) is not None:  # NumPy's float64 is a float of Python, too
-        return "array"
+def entry_of(leaf: Leaf) -> Entry:
+    """What a record says of a value, but for its contents."""
+    value, like = leaf.value, array_like(leaf.value)
+    if like is not None:  # NumPy's float64 is a float of Python, too
+        if not hasattr(like, "dtype"):
+            raise TypeError(
+                f"`{leaf.name}` is a PerReplica of a {type(like).__name__}; one of an "
+                "array was wanted."
+            )
+        kind = "per_replica" if isinstance(value, PerReplica) else "array"
+        return {"kind": kind, "dtype": str(like.dtype), "shape": list(like.shape)}
     if type(value) in NUMBERS.values():
-        return "number"
+        return {"kind": "number", "type": type(value).__name__}
     if isinstance(value, str):
-        return "text"
+        return {"kind": "text"}
     if isinstance(value, AbstractInputIterator):
-        return "iterator"
+        return {"kind": "iterator"}
     raise TypeError(
         f"`{leaf.name}` is a {type(value).__name__}, which a checkpoint cannot "
         "hold. It holds arrays, numbers, strings, variables, PerReplicas, objects of "
@@ -283,20 +289,10 @@ def kind_of(leaf: Leaf) -> str:
     )
 
 
-def entry_of(leaf: Leaf) -> Entry:
-    """What a record says of a value, but for its contents."""
-    kind, like = kind_of(leaf), array_like(leaf.value)
-    if like is not None:
-        return {"kind": kind, "dtype": str(like.dtype), "shape": list(like.shape)}
-    is_number = kind == "number"
-    return {"kind": kind, **({"type": type(leaf.value).__name__} if is_number else {})}
-
-
-def mismatch(leaf: Leaf, entry: Entry) -> str | None:
+def mismatch(leaf: Leaf, entry: Entry, own: Entry) -> str | None:
     """Why an entry cannot be restored into a value; None if it can."""
     _check_has_value(leaf)
     kind, saved = entry["kind"], described(entry)
-    own, like = entry_of(leaf), array_like(leaf.value)
     if kind == own["kind"] == "iterator":
         states, now = entry["states"], jax.process_count()
         if len(states) == now or states.count(states[0]) == len(states):
@@ -309,10 +305,10 @@ def mismatch(leaf: Leaf, entry: Entry) -> str | None:
     wanted = described(own)
     if saved == wanted:
         return None
-    if kind == "number" and own["kind"] == "array" and like.shape == ():
+    if kind == "number" and own["kind"] == "array" and own["shape"] == []:
         kinds = list(_ABSTRACT)
         may_be = [_ABSTRACT[k] for k in kinds[kinds.index(entry["type"]) :]]
-        if any(jnp.issubdtype(like.dtype, each) for each in may_be):
+        if any(jnp.issubdtype(leaf.value.dtype, each) for each in may_be):
             return None
     if kind == "array" and own["kind"] == "number":
         is_scalar = entry["shape"] == [] and "impl" not in entry
@@ -419,18 +415,13 @@ def _is_of_devices(value: object) -> bool:
     return isinstance(value, jax.Array | jax.ShapeDtypeStruct)
 
 
-def _save_array(leaf: Leaf) -> tuple[Entry, Array | None]:
+def _save_array(leaf: Leaf, entry: Entry) -> tuple[Entry, Array | None]:
     _check_has_value(leaf)
     value = leaf.value
     if isinstance(value, Variable):
         value = value.value()
     elif isinstance(value, PerReplica):
         value = per_replica.contents(value)
-        if not hasattr(value, "dtype"):
-            raise TypeError(
-                f"`{leaf.name}` is a PerReplica of a {type(value).__name__}; one of an "
-                "array was wanted."
-            )
     elif isinstance(value, ShardedVariable):
         for shard in value.variables:
             _check_alive(shard, leaf.name)
@@ -442,7 +433,6 @@ def _save_array(leaf: Leaf) -> tuple[Entry, Array | None]:
             f"`{leaf.name}` is an array of {value.dtype}, which a checkpoint "
             "cannot hold. Save numbers, or what JSON can say in `extra`."
         )
-    entry = entry_of(leaf)
     mask = leaf.value.mask if isinstance(leaf.value, PerReplica) else None
     if mask is not None:
         entry["mask"] = np.asarray(mask).tolist()
@@ -507,8 +497,8 @@ def _number(entry: Entry) -> complex:
     return complex(*value) if entry["type"] == "complex" else value
 
 
-def _save_number(leaf: Leaf) -> tuple[Entry, None]:
-    value, entry = leaf.value, entry_of(leaf)
+def _save_number(leaf: Leaf, entry: Entry) -> tuple[Entry, None]:
+    value = leaf.value
     is_complex = isinstance(value, complex)
     return {**entry, "value": [value.real, value.imag] if is_complex else value}, None
 
@@ -523,13 +513,13 @@ def _restore_number(leaf: Leaf, entry: Entry, array: Array | None) -> object:
 # Positions of passes over datasets, one for each process in the record.
 
 
-def _save_position(leaf: Leaf) -> tuple[Entry, None]:
+def _save_position(leaf: Leaf, entry: Entry) -> tuple[Entry, None]:
     try:
         state = leaf.value.get_state()
     except TypeError as error:
         raise TypeError(f"`{leaf.name}` cannot be saved: {error}") from error
     what = f"save the position of `{leaf.name}`"
-    return {**entry_of(leaf), "states": agreement.agree(what, state)}, None
+    return {**entry, "states": agreement.agree(what, state)}, None
 
 
 def _restore_position(leaf: Leaf, entry: Entry, array: Array | None) -> object:
@@ -558,7 +548,8 @@ def _put(leaf: Leaf, restored: Any) -> object:
 class Handler(NamedTuple):
     """How values of one kind are written to a checkpoint and read from it."""
 
-    save: Callable[[Leaf], tuple[Entry, Array | None]]  # an entry, and what to write
+    # What is known of the value, completed, and what is to be written.
+    save: Callable[[Leaf, Entry], tuple[Entry, Array | None]]
     restore: Callable[[Leaf, Entry, Array | None], object]
 
 
@@ -568,7 +559,7 @@ HANDLERS = {
     "per_replica": _ARRAYS,
     "number": Handler(_save_number, _restore_number),
     "text": Handler(
-        lambda leaf: ({**entry_of(leaf), "value": leaf.value}, None),
+        lambda leaf, entry: ({**entry, "value": leaf.value}, None),
         lambda leaf, entry, array: entry["value"],
     ),
     "iterator": Handler(_save_position, _restore_position),

@@ -88,13 +88,13 @@ class AbstractVariablePolicy(abc.ABC):
     are_owned: bool  # whether variables made in its scope belong to the strategy
     replicas: Replicas  # that mirrored variables are on, one copy each
 
+    # Of the step of a checkpoint a `with` block in which no variable changes, where
+    # others than this thread change them.
+    pause: Callable[[int], contextlib.AbstractContextManager[None]] | None = None
+
     # Not abstract, as most policies take any device.
     def check_devices(self, devices: tuple[Device, ...]) -> None:  # noqa: B027
         """Raise unless mirrored variables can be made on these devices."""
-
-    def snapshot(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """Enters code that reads all variables as of one moment."""
-        return contextlib.nullcontext()
 
 
 class AbstractStrategy(abc.ABC):

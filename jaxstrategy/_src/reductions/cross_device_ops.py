@@ -154,8 +154,7 @@ class DefaultOps(PlannedOps):
         processes = len({device.process_index for device in devices})
         platform = next(iter(devices)).platform
         best = packing.best_on(platform, replicas.count, processes)
-        # Between processes each collective more waits for messages, at each call.
-        return Plan(best, is_packing_free=processes == 1)
+        return Plan(best)
 
 
 @final
@@ -297,7 +296,6 @@ class Plan:
     # Sums stand in a trace as equations in a row, whose arrays are joined when it is
     # known in which order they are computed.
     is_packed_later: bool = False
-    is_packing_free: bool = False  # nobody chose it
 
     def in_levels(self, groups: Groups) -> Plan:
         """The same, with sums inside these groups, between them, and back to all."""
@@ -312,7 +310,7 @@ class Plan:
             return self
         new: dict[str, Any] = {}
         if size := options.bytes_per_pack:
-            new |= {"packing": packing.Packing(size, size), "is_packing_free": False}
+            new |= {"packing": packing.Packing(size, size)}
         if size or options.overlap:
             new["is_packed_later"] = options.overlap
         if options.reduce_dtype is not None:
@@ -340,12 +338,6 @@ class Plan:
         way = operations.in_replica_order if is_ordered else operations.grouped
         sum_ = functools.partial(way, groups=groups)
         return dataclasses.replace(self, sum=sum_, groups=groups)
-
-    def alone(self) -> Plan:
-        """The same, but that arrays are not joined unless somebody chose how."""
-        if not self.is_packing_free:
-            return self
-        return dataclasses.replace(self, packing=packing.NumberOfPacks(0))
 
     def reduce(self, op: ReduceOp, values: Sequence[Leaf], axes: Axes) -> list[Leaf]:
         """Each of `values` reduced over all replicas, which all get the results.
@@ -433,9 +425,6 @@ class UserPlan:
             "replicas. Use a strategy with one of jaxstrategy's own cross-device "
             "operations."
         )
-
-    def alone(self) -> UserPlan:
-        return self
 
     def in_eight_bits(
         self, op: ReduceOp, arrays: Sequence[jax.Array], axes: Axes

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import abc
-import contextlib
-from collections.abc import Callable
 from typing import NoReturn, final
 
 from jaxstrategy._src.contexts import context
@@ -88,10 +86,6 @@ ORDINARY = OrdinaryVariables(Replicas.alone())
 """The policy of code that is part of no strategy."""
 
 
-Pause = Callable[[int], contextlib.AbstractContextManager[None]]
-"""A `with` block in which no function runs, for the checkpoint of a step."""
-
-
 @final
 class ServerVariables(VariablePolicy):
     """Each variable on the server whose turn it is."""
@@ -109,13 +103,7 @@ class ServerVariables(VariablePolicy):
         self.replicas = home  # of what the coordinator reads
         self._workers = workers
         self.partitioner = partitioner
-        # Both None while there is no coordinator.
-        self.read_copies: ReadCopies | None = None
-        self.pause: Pause | None = None
-
-    def snapshot(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """No function of the coordinator changes variables in the block."""
-        return contextlib.nullcontext() if self.pause is None else self.pause(step)
+        self.read_copies: ReadCopies | None = None  # as long as there is no coordinator
 
     def adopted(self, kind: VariableKind, owner: AbstractStrategy) -> VariableKind:
         """The kind of a variable that was sent, for functions that are traced here."""
