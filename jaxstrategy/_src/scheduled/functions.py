@@ -45,12 +45,11 @@ from jaxstrategy._src.scheduled.arguments import (
     is_whole,
 )
 from jaxstrategy._src.scheduled.shipping import shipped
-from jaxstrategy._src.scheduled.trace import Call, FunctionTrace, trace_function
+from jaxstrategy._src.scheduled.trace import Call, trace_function
 from jaxstrategy._src.scheduled.values import WorkerArgument
 from jaxstrategy._src.text import shown
 from jaxstrategy._src.tracing import rebinding, signature as _signature
 from jaxstrategy._src.tracing.function_cache import FunctionKey, identity
-from jaxstrategy._src.tracing.jaxprs import Jaxpr, all_eqns
 from jaxstrategy._src.tracing.references import (
     Binding,
     Identity,
@@ -63,9 +62,9 @@ from jaxstrategy._src.tracing.references import (
 from jaxstrategy._src.tracing.signature import Results, Signature
 from jaxstrategy._src.values import arrays as _arrays
 from jaxstrategy._src.values.arrays import Arguments, Function, Leaf, PyTree
-from jaxstrategy._src.values.per_replica import Handle, PerReplica
+from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.values.trees import is_nnx_node
-from jaxstrategy._src.variables.remote_kinds import per_worker_kind_of
+from jaxstrategy._src.variables.remote_kinds import per_worker_kind_of, server_kind_of
 from jaxstrategy._src.variables.variable import Variable
 
 _LOGGER = logging.getLogger("jax")
@@ -95,20 +94,6 @@ def with_errors_of_python(main: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-_CALLBACKS = (
-    "pure_callback",
-    "io_callback",
-    "debug_callback",
-    "debug_print",
-    "buffer_callback",
-)
-
-
-def calls_python(jaxpr: Jaxpr) -> bool:
-    """Whether a program calls Python while it runs, as `jax.debug.print` does."""
-    return any(eqn.primitive.name in _CALLBACKS for eqn in all_eqns(jaxpr))
-
-
 TracedFunction: TypeAlias = tuple[
     Function,
     AbstractStrategy,
@@ -125,9 +110,9 @@ class HostCode:
 
     def __init__(
         self,
+        function: TracedFunction,
         main: Callable[..., Any],
         ids: Callable[..., Any] | None,
-        function: TracedFunction,
     ) -> None:
         self._code = main, ids
         # What it refers to must live as long as it may be called.
@@ -153,7 +138,8 @@ class HostCode:
             arrays = [_arrays.as_array(leaf, "argument") for leaf in leaves]
             trace = trace_function(fn, strategy, signature, arrays)
             function = fn, strategy, signature, arrays, slots
-            own = _shipped(trace, function, strategy.server_pool, ("cpu",))
+            as_code = functools.partial(HostCode, function)
+            own = shipped(trace, strategy.server_pool, ("cpu",), slots, as_code)
         assert isinstance(own.main, HostCode)
         self._code, self._function = own.main._code, function
         return own
@@ -184,7 +170,7 @@ class _Program:
     varies: Sequence[bool]
     key_results: Sequence[Any]
     results: Results
-    variables: Sequence[weakref.ref[Handle]]
+    variables: Sequence[weakref.ref[Variable]]
 
     def rebuilt(self, arrays: Sequence[Any], replicas: Replicas) -> PyTree:
         """What the function returned, of the results of the program."""
@@ -345,15 +331,15 @@ class FunctionTracer:
         fn, function = given.fn, self._function(given.owner)
         trace = trace_function(fn, self.strategy, types[0], arrays, self._call)
         traced = fn, self.strategy, types[0], arrays, given.slots
-        shipped = _shipped(trace, traced, self._pool, self._platforms)
-        used = [v for v in trace.variables.values() if _is_used(v, shipped)]
-        program = _Program(
-            shipped,
-            trace.varies,
-            trace.key_results,
-            trace.results,
-            list(map(weakref.ref, used)),
-        )
+        as_code = functools.partial(HostCode, traced)
+        sent = shipped(trace, self._pool, self._platforms, given.slots, as_code)
+        variables = [
+            weakref.ref(each)
+            for each in trace.step.used
+            if server_kind_of(each) or per_worker_kind_of(each)
+        ]
+        varies, results = trace.step.varies, trace.step.results
+        program = _Program(sent, varies, trace.key_results, results, variables)
         # Other functions share it if the trace has changed nothing.
         own, wrappers = _own_function(given.owner)
         if function.key and function.key != _key_of(own, wrappers)[0]:
@@ -434,35 +420,6 @@ class _StepProgram:
 
     def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
         return self._executor.step(self._fn, (args, kwargs))
-
-
-def _shipped(
-    trace: FunctionTrace,
-    function: TracedFunction,
-    pool: ServerPool,
-    platforms: Sequence[str],
-) -> ShippedProgram:
-    _, strategy, _, _, slots = function
-    turns = trace.recorder.turns
-    elements = [
-        [slot.type(turn).type for turn in range(turns.get(slot.number, 0))]
-        for slot in slots
-    ]
-
-    def as_code(main: Wrapped, ids: Wrapped | None) -> HostCode:
-        return HostCode(main, ids, function)
-
-    code = as_code if calls_python(trace.jaxpr) else None
-    return shipped(trace, strategy._replicas, pool, platforms, elements, code)
-
-
-def _is_used(variable: Handle, program: ShippedProgram) -> bool:
-    own = per_worker_kind_of(variable)
-    if own is not None:
-        used = [each.number for each in program.inputs if each.kind == "own"]
-        return own.resource.number in (*used, *(number for number, _ in program.own))
-    number = getattr(getattr(variable, "cell", None), "number", None)
-    return number in program.homes
 
 
 def _own_function(fn: Any) -> tuple[Function, tuple[Hashable, ...]]:

@@ -30,19 +30,28 @@ from jaxstrategy._src.replicas.replicas import (
     REPLICATED,
     STACKED,
     ReplicaLayout,
-    Replicas,
 )
-from jaxstrategy._src.scheduled.trace import PREFIX, FunctionTrace, name_in_trace
+from jaxstrategy._src.scheduled.arguments import IteratorSlot
+from jaxstrategy._src.scheduled.trace import (
+    PREFIX,
+    FunctionTrace,
+    is_ours,
+    name_in_trace,
+)
 from jaxstrategy._src.tracing.jaxprs import (
     ArrayType,
     Atom,
     Equation,
     Var,
+    all_eqns,
     function_of,
     inner_eqns,
     variables,
+    with_values,
 )
+from jaxstrategy._src.tracing.partition.partition import inline_calls
 from jaxstrategy._src.tracing.replication.types import Site
+from jaxstrategy._src.tracing.trace import StepInput
 from jaxstrategy._src.tracing.vmapped.replicas import on_replicas
 from jaxstrategy._src.values.arrays import Leaf
 from jaxstrategy._src.variables.changes import SCATTERS, changed
@@ -56,8 +65,6 @@ from jaxstrategy._src.variables.remote_kinds import (
 
 READ = "rows"
 Type: TypeAlias = jax.ShapeDtypeStruct
-Output: TypeAlias = Atom | int
-"""A result of a program: of the trace; or a number, what that input ends as."""
 AsCode: TypeAlias = Callable[[Wrapped, Wrapped | None], Any]
 """Makes the code of a program that has no exported form, of the main one and of ids."""
 _COUNTED = {"assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub"}
@@ -66,30 +73,30 @@ _COUNTED = {"assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub"}
 
 def shipped(
     trace: FunctionTrace,
-    replicas: Replicas,
     pool: ServerPool,
     platforms: Sequence[str],
-    iterators: Sequence[Sequence[ElementType]],
-    as_code: AsCode | None = None,
+    slots: Sequence[IteratorSlot],
+    as_code: AsCode,
 ) -> ShippedProgram:
     """The program of a function, in the form in which it is sent."""
-    for eqn in trace.jaxpr.eqns:
-        _check_stand_ins(trace, eqn)
-    return _Shipment(trace, replicas, pool).shipped(platforms, iterators, as_code)
+    names = {eqn.primitive.name for eqn in all_eqns(trace.step.jaxpr)}
+    # JAX exports no program that calls Python while it runs.
+    code = None if names.isdisjoint(_CALLBACKS) else as_code
+    turns = trace.recorder.turns
+    iterators = tuple(
+        tuple(slot.type(turn).type for turn in range(turns.get(slot.number, 0)))
+        for slot in slots
+    )
+    return _Shipment(trace, pool).shipped(platforms, iterators, code)
 
 
-def _check_stand_ins(trace: FunctionTrace, eqn: Equation) -> None:
-    inner = map(name_in_trace, inner_eqns(eqn.params))
-    is_one = name_in_trace(eqn).startswith(PREFIX)
-    if not is_one and any(name.startswith(PREFIX) for name in inner):
-        line = Site((eqn,)).line or "unknown"
-        raise ValueError(
-            f"`{trace.name}` takes an element of an iterator in a branch or a "
-            "loop, which is traced once: each turn would see the same element.\n"
-            f"  the {eqn.primitive.name}: {line}\n"
-            "Take the elements before it, and stack them: `jax.lax.scan` goes "
-            "through the first dimension."
-        )
+_CALLBACKS = (
+    "pure_callback",
+    "io_callback",
+    "debug_callback",
+    "debug_print",
+    "buffer_callback",
+)
 
 
 def _exported(
@@ -110,7 +117,7 @@ class Operation(NamedTuple):
     """A change that a function makes at its top level, or a read of rows."""
 
     name: str  # of the `ServerOperation`, or `READ`
-    variables: tuple[int, ...]  # the inputs of the trace that it changes, or reads
+    variables: tuple[Var, ...]  # the inputs of the trace that it changes, or reads
     operands: tuple[Atom, ...]  # of an operation of rows their numbers first
     eqn: Equation
 
@@ -121,26 +128,37 @@ class Operation(NamedTuple):
 
 _Taken: TypeAlias = tuple[Input, Var | None, ReplicaLayout, Type]
 """An input of a program: from where, as which variable, how it lies, its type."""
+_Tables: TypeAlias = dict[tuple[Var, ...], list[Operation]]
+"""By the inputs that are its shards, the reads and changes of a table."""
 
 
 @final
 class _Shipment:
     """What a worker is sent for a function, and what servers do at its end."""
 
-    def __init__(
-        self, trace: FunctionTrace, replicas: Replicas, pool: ServerPool
-    ) -> None:
-        self._trace, self._jaxpr = trace, trace.jaxpr
-        self._replicas = replicas
-        self._pool = pool
+    def __init__(self, trace: FunctionTrace, pool: ServerPool) -> None:
+        self._trace, self._pool = trace, pool
+        self._name, self._replicas = trace.step.name, trace.step.replicas
+        flat = inline_calls(trace.step.jaxpr, is_ours)
+        inputs = [*trace.step.inputs, *(StepInput(constant=x) for x in flat.constants)]
+        held = [i for i, each in enumerate(inputs) if each.variable is not None]
+        values = with_values(flat.jaxpr, held)
+        # Flat. Variables that are no values are references.
+        self._jaxpr = values.jaxpr
         invars, outvars = self._jaxpr.invars, self._jaxpr.outvars
-        self._results = outvars[: len(trace.varies)]
+        self._inputs: dict[Var, StepInput] = dict(zip(invars, inputs, strict=True))
+        self._results = outvars[: len(trace.step.varies)]
+        # What the inputs end as that are variables and values.
+        replaced = (invars[i] for i in values.replaced)
+        last = outvars[len(flat.jaxpr.outvars) :]
+        self._ends: dict[Var, Atom] = dict(zip(replaced, last, strict=True))
         # All that the function does to variables, in its order.
         self._operations: list[Operation] = []
-        current: dict[Var, int] = {invars[i]: i for i in trace.finals}
+        current: dict[Var, Var] = {var: var for var in self._ends}
         # The input whose value at some point a variable of the trace is.
         self._versions = dict(current)
         for eqn in self._jaxpr.eqns:
+            self._check_stand_ins(eqn)
             each = _operation(eqn, current)
             if each is None:
                 continue
@@ -153,13 +171,12 @@ class _Shipment:
                 self._versions |= made
         # The inputs whose changes these are; others change in branches or loops.
         self._whole = {
-            index
-            for index, result in trace.finals.items()
-            for atom in variables([outvars[result]])
-            if current.get(atom) == index
+            var
+            for var, end in self._ends.items()
+            for atom in variables([end])
+            if current.get(atom) is var
         }
-        # By the inputs that are its shards, the reads and changes of a table of which
-        # rows are enough.
+        # Those of which rows are enough.
         self._tables = self._find_tables()
         # Of each of those: the number of the table, that of the lookup, and itself.
         count = itertools.count()
@@ -169,15 +186,28 @@ class _Shipment:
             for use in uses
         }
         # Of the main program: the results, and operands of what is pushed.
-        self._outputs: list[Output] = list(self._results)
+        self._outputs: list[Atom] = list(self._results)
+
+    def _check_stand_ins(self, eqn: Equation) -> None:
+        inner = map(name_in_trace, inner_eqns(eqn.params))
+        is_one = name_in_trace(eqn).startswith(PREFIX)
+        if not is_one and any(name.startswith(PREFIX) for name in inner):
+            line = Site((eqn,)).line or "unknown"
+            raise ValueError(
+                f"`{self._name}` takes an element of an iterator in a branch or a "
+                "loop, which is traced once: each turn would see the same element.\n"
+                f"  the {eqn.primitive.name}: {line}\n"
+                "Take the elements before it, and stack them: `jax.lax.scan` goes "
+                "through the first dimension."
+            )
 
     def shipped(
         self,
         platforms: Sequence[str],
-        iterators: Sequence[Sequence[ElementType]],
+        iterators: tuple[tuple[ElementType, ...], ...],
         as_code: AsCode | None,
     ) -> ShippedProgram:
-        trace, count = self._trace, itertools.count()
+        varies, count = self._trace.step.varies, itertools.count()
         at_end = [
             each
             for each in self._operations
@@ -189,7 +219,7 @@ class _Shipment:
             self._table(number, shards, tuple(next(count) for _ in uses))
             for number, (shards, uses) in enumerate(self._tables.items())
         ]
-        layouts = [STACKED if differs else REPLICATED for differs in trace.varies]
+        layouts = [STACKED if differs else REPLICATED for differs in varies]
         layouts += [REPLICATED] * (len(self._outputs) - len(layouts))
         main, inputs, types = self._program(self._outputs, layouts, keeps_effects=True)
         main_inputs = len(inputs)
@@ -206,17 +236,17 @@ class _Shipment:
         )
         made = ShippedProgram(
             key="",
-            name=trace.name,
+            name=self._name,
             main=as_code(main, ids) if as_code else _exported(main, types, platforms),
             inputs=tuple(inputs),
             main_inputs=main_inputs,
             ids=of_ids,
             ids_inputs=tuple(inputs.index(each) for each in ids_inputs),
             tables=tuple(tables),
-            results=len(trace.varies),
+            results=len(varies),
             own=own,
             pushes=tuple(pushes),
-            iterators=tuple(map(tuple, iterators)),
+            iterators=iterators,
             homes={number: self._pool.home(number) for number in sorted(numbers)},
             replicas=self._replicas.count,
         )
@@ -226,8 +256,8 @@ class _Shipment:
 
     # Which rows of tables are enough.
 
-    def _find_tables(self) -> dict[tuple[int, ...], list[Operation]]:
-        tables: dict[tuple[int, ...], list[Operation]] = {}
+    def _find_tables(self) -> _Tables:
+        tables: _Tables = {}
         for each in self._operations:
             if each.is_of_rows:
                 tables.setdefault(each.variables, []).append(each)
@@ -242,12 +272,12 @@ class _Shipment:
         return tables
 
     def _also_whole(
-        self, tables: dict[tuple[int, ...], list[Operation]]
-    ) -> Iterator[tuple[tuple[int, ...], str | None]]:
+        self, tables: _Tables
+    ) -> Iterator[tuple[tuple[Var, ...], str | None]]:
         """Tables that something else uses, too, than reads and changes of rows."""
         known = {id(each.eqn): each for each in self._operations}
         read = self._held(self._results)
-        changed: set[int] = set()  # by what says nothing of rows
+        changed: set[Var] = set()  # by what says nothing of rows
         for eqn in self._jaxpr.eqns:
             operation = known.get(id(eqn))
             read |= self._held(eqn.invars if operation is None else operation.operands)
@@ -258,19 +288,17 @@ class _Shipment:
             elif operation.name == READ:
                 read |= changed.intersection(operation.variables)
         for shards in tables:
-            others = {i for other in tables if other != shards for i in other}
+            others = {var for other in tables if other != shards for var in other}
             if not self._whole.issuperset(shards):
                 yield shards, "changes rows in a branch or a loop"
             elif read.intersection(shards) or others.intersection(shards):
                 yield shards, None
 
-    def _held(self, atoms: Iterable[Atom]) -> set[int]:
+    def _held(self, atoms: Iterable[Atom]) -> set[Var]:
         """The inputs whose values at some point these atoms are."""
         return {self._versions[a] for a in variables(atoms) if a in self._versions}
 
-    def _with_late_ids(
-        self, tables: dict[tuple[int, ...], list[Operation]]
-    ) -> tuple[int, ...] | None:
+    def _with_late_ids(self, tables: _Tables) -> tuple[Var, ...] | None:
         """A table whose rows are known only when others have been read."""
         by_eqn = {id(use.eqn): use for uses in tables.values() for use in uses}
         late: set[Var] = set()
@@ -284,10 +312,10 @@ class _Shipment:
                 late.update(eqn.outvars)
         return None
 
-    def _warn_of_whole_table(self, shards: tuple[int, ...], why: str) -> None:
-        name = self._trace.variables[shards[0]].name
+    def _warn_of_whole_table(self, shards: tuple[Var, ...], why: str) -> None:
+        name = self._variable(shards[0]).name
         text.warn(
-            f"`{self._trace.name}` {why}, of variable {name!r}. So all of it is sent "
+            f"`{self._name}` {why}, of variable {name!r}. So all of it is sent "
             "to the worker for each call. Where that is much, look the rows up at the "
             "top level of the function, by numbers that it is given or computes.",
             WholeTableWarning,
@@ -315,27 +343,26 @@ class _Shipment:
 
     def _sums(self) -> Iterator[Push]:
         """What branches and loops added in all, or what they assigned in the end."""
-        trace = self._trace
-        inputs = {variable: i for i, variable in trace.variables.items()}
-        for index, variable in trace.variables.items():
-            kind = server_kind_of(variable)
-            if kind is None or index in self._whole:
+        of: dict[Any, Var] = {x.variable: var for var, x in self._inputs.items()}
+        for var, each in self._inputs.items():
+            kind = server_kind_of(each.variable)
+            if kind is None or var in self._whole:
                 continue
-            methods = trace.recorder.changes.get(kind.added)
+            methods = self._trace.recorder.changes.get(kind.added)
             if not methods:
                 continue
-            self._check_counted(kind, index, methods)
-            number, flag = (self._number(index),), None
+            self._check_counted(kind, var, methods)
+            number, flag = (self._number(var),), None
             if "assign" in methods:
-                flag = self._final(inputs[kind.is_assigned])
-                yield Push("set", number, (self._final(index),), flag=flag)
+                flag = self._final(of[kind.is_assigned])
+                yield Push("set", number, (self._final(var),), flag=flag)
             if methods != {"assign"}:
-                added = self._final(inputs[kind.added])
+                added = self._final(of[kind.added])
                 yield Push("add", number, (added,), flag=flag, flag_is=False)
 
-    def _check_counted(self, kind: ServerKind, index: int, methods: set[str]) -> None:
+    def _check_counted(self, kind: ServerKind, var: Var, methods: set[str]) -> None:
         together = any(
-            index in each.variables and len(each.variables) > 1
+            var in each.variables and len(each.variables) > 1
             for each in self._operations
             if each.name == "update"
         )
@@ -343,7 +370,7 @@ class _Shipment:
         if beyond or together:
             name = beyond[0] if beyond else "update"
             raise ValueError(
-                f"`{self._trace.name}` changes variable {kind.name!r} in a branch or a "
+                f"`{self._name}` changes variable {kind.name!r} in a branch or a "
                 f"loop, by `{name}` among others. There a function may call "
                 f"{', '.join(f'`{each}`' for each in sorted(_COUNTED))} of a variable "
                 "that is on a parameter server. Compute in the loop, and call "
@@ -351,41 +378,39 @@ class _Shipment:
             )
 
     def _own(self) -> Iterator[tuple[int, int]]:
-        jaxpr, finals = self._jaxpr, self._trace.finals
-        for index, variable in self._trace.variables.items():
-            kind, var = per_worker_kind_of(variable), jaxpr.invars[index]
-            if kind is None:
+        for var, each in self._inputs.items():
+            if (kind := per_worker_kind_of(each.variable)) is None:
                 continue
-            if index in finals:
-                is_changed = jaxpr.outvars[finals[index]] is not var
+            if var in self._ends:
+                is_changed = self._ends[var] is not var
             else:
-                is_changed = any(var in eqn.invars for eqn in jaxpr.eqns)
+                is_changed = any(var in eqn.invars for eqn in self._jaxpr.eqns)
             if is_changed:
-                yield kind.resource.number, self._final(index)
+                yield kind.resource.number, self._final(var)
 
-    def _output(self, output: Output) -> int:
+    def _output(self, output: Atom) -> int:
         self._outputs.append(output)
         return len(self._outputs) - 1
 
-    def _final(self, index: int) -> int:
+    def _final(self, var: Var) -> int:
         """The output that says what an input ends as."""
-        finals = self._trace.finals
-        is_value = index in finals
-        outvars = self._jaxpr.outvars
-        return self._output(outvars[finals[index]] if is_value else index)
+        return self._output(self._ends.get(var, var))
 
-    def _starts(self, shards: Sequence[int]) -> tuple[int, ...]:
-        invars = self._jaxpr.invars
-        rows = (_type_of(invars[index]).shape[0] for index in shards)
+    def _starts(self, shards: Sequence[Var]) -> tuple[int, ...]:
+        rows = (_type_of(shard).shape[0] for shard in shards)
         return tuple(itertools.accumulate(rows, initial=0))
 
-    def _number(self, index: int) -> int:
-        return _number_of(self._trace.variables[index])
+    def _variable(self, var: Var) -> Any:
+        return self._inputs[var].variable
+
+    def _number(self, var: Var) -> int:
+        """The number of a variable on the servers."""
+        return self._variable(var).cell.number
 
     def _table(
-        self, number: int, shards: tuple[int, ...], lookups: tuple[int, ...]
+        self, number: int, shards: tuple[Var, ...], lookups: tuple[int, ...]
     ) -> ShippedTable:
-        aval = _type_of(self._jaxpr.invars[shards[0]])
+        aval = _type_of(shards[0])
         return ShippedTable(
             shards=tuple(map(self._number, shards)),
             starts=self._starts(shards),
@@ -406,17 +431,22 @@ class _Shipment:
 
     def _program(
         self,
-        outputs: Sequence[Output],
+        outputs: Sequence[Atom],
         returned: Sequence[ReplicaLayout],
         keeps_effects: bool = False,
     ) -> tuple[Wrapped, list[Input], list[Type]]:
         """The function of all replicas that computes some values of the trace."""
-        invars = self._jaxpr.invars
         eqns, needed = self._needed(outputs, keeps_effects)
-        taken = [*self._inputs(needed), *self._stand_ins(eqns)]
+        known = [var for var in needed if self._source(var) is None]
+        taken = [*self._taken(needed), *self._stand_ins(eqns)]
 
         def replica(*given: Leaf) -> list[jax.Array]:
-            values = self._beginning(needed)
+            # What is known when it begins: constants, and nothing added yet.
+            values: dict[Var, Any] = {}
+            for var in known:
+                each, pending = self._inputs[var], self._inputs[var].variable
+                value = each.constant if pending is None else pending.value()
+                values[var] = _held(var, value)
             inputs = {
                 each: value for (each, *_), value in zip(taken, given, strict=True)
             }
@@ -430,9 +460,7 @@ class _Shipment:
                     zip(eqn.outvars, self._computed(eqn, values, inputs), strict=True)
                 )
             made = [
-                values[invars[each]][...]
-                if isinstance(each, int)
-                else _read(values, each)
+                _read(values, each)[...] if _is_reference(each) else _read(values, each)
                 for each in outputs
             ]
             return [
@@ -450,13 +478,12 @@ class _Shipment:
         return jitted, [each for each, *_ in taken], [of_type for *_, of_type in taken]
 
     def _needed(
-        self, outputs: Sequence[Output], keeps_effects: bool
-    ) -> tuple[list[Equation], set[Var]]:
+        self, outputs: Sequence[Atom], keeps_effects: bool
+    ) -> tuple[list[Equation], list[Var]]:
         """The equations that lead to some results, and the inputs that these need."""
-        jaxpr = self._jaxpr
-        wanted = set(variables(each for each in outputs if not isinstance(each, int)))
+        wanted = set(variables(outputs))
         kept: list[Equation] = []
-        for eqn in reversed(jaxpr.eqns):
+        for eqn in reversed(self._jaxpr.eqns):
             has_effects = keeps_effects and _has_effects(eqn)
             if has_effects or not wanted.isdisjoint(eqn.outvars):
                 kept.append(eqn)
@@ -465,27 +492,28 @@ class _Shipment:
                     # of them must be made before what is read then.
                     first = 1 if id(eqn) in self._uses else 0
                     wanted.update(variables(eqn.invars[first:]))
-        ends = {jaxpr.invars[i] for i in outputs if isinstance(i, int)}
-        return kept[::-1], wanted.intersection(jaxpr.invars) | ends
+        return kept[::-1], [var for var in self._jaxpr.invars if var in wanted]
 
-    def _inputs(self, needed: set[Var]) -> Iterator[_Taken]:
+    def _source(self, var: Var) -> Input | None:
+        """Where a worker has an input from; None of one that is known here."""
+        each = self._inputs[var]
+        if each.argument is not None:
+            return Input("argument", each.argument)
+        if (kind := per_worker_kind_of(each.variable)) is not None:
+            return Input("own", kind.resource.number)
+        if server_kind_of(each.variable) is not None:
+            return Input("variable", self._number(var))
+        return None
+
+    def _taken(self, needed: Sequence[Var]) -> Iterator[_Taken]:
         """The inputs that are variables of the trace."""
-        trace, shards = self._trace, {i for each in self._tables for i in each}
-        for index, var in enumerate(self._jaxpr.invars):
-            if var not in needed or index in trace.constants or index in shards:
+        shards = {var for each in self._tables for var in each}
+        for var in needed:
+            given, aval = self._source(var), _type_of(var)
+            if given is None or var in shards:
                 continue
-            argument, variable = trace.arguments[index], trace.variables.get(index)
-            layout = REPLICATED
-            if argument is not None:
-                given, layout = Input("argument", argument), trace.layouts[index]
-            elif (kind := per_worker_kind_of(variable)) is not None:
-                given = Input("own", kind.resource.number)
-            elif server_kind_of(variable) is not None:
-                given = Input("variable", _number_of(variable))
-            else:
-                continue
-            aval = _type_of(var)
-            shape = aval.shape
+            is_argument, shape = given.kind == "argument", aval.shape
+            layout = self._inputs[var].layout if is_argument else REPLICATED
             if layout is STACKED:
                 shape = (self._replicas.count, *shape[1:])
             of_type = jax.eval_shape(as_numbers, Type(shape, aval.dtype))
@@ -493,10 +521,10 @@ class _Shipment:
 
     def _stand_ins(self, eqns: Sequence[Equation]) -> Iterator[_Taken]:
         """The inputs for which something else stands in the trace."""
-        trace, count = self._trace, self._replicas.count
+        recorder, count = self._trace.recorder, self._replicas.count
         used = {self._uses[id(eqn)][0] for eqn in eqns if id(eqn) in self._uses}
         for number in sorted(used):
-            var = self._jaxpr.invars[list(self._tables)[number][0]]
+            var = list(self._tables)[number][0]
             aval = _type_of(var)
             of_type = Type((self._rows(number), *aval.shape[1:]), aval.dtype)
             yield Input("table", number), var, REPLICATED, of_type
@@ -507,33 +535,16 @@ class _Shipment:
                 yield Input("positions", lookup), None, STACKED, of_type
             elif (number := _stand_in(eqn)) is not None:
                 aval = _type_of(eqn.outvars[0])
-                layout = STACKED if trace.recorder.split[number] else REPLICATED
+                layout = STACKED if recorder.split[number] else REPLICATED
                 shape = (count,) * (layout is STACKED) + aval.shape
                 of_type = Type(shape, aval.dtype)
-                yield trace.recorder.inputs[number], None, layout, of_type
+                yield recorder.inputs[number], None, layout, of_type
 
     def _with_keys(self, given: Input, value: jax.Array) -> jax.Array:
         """An argument as the trace knows it, which a worker has as numbers."""
         is_argument = given.kind == "argument"
         how = self._trace.keys.get(given.number) if is_argument else None
         return value if how is None else jax.random.wrap_key_data(value, impl=how)
-
-    def _beginning(self, needed: set[Var]) -> dict[Var, Any]:
-        """What is known when the function begins: constants, and nothing added yet."""
-        trace = self._trace
-        values: dict[Var, Any] = {}
-        for index, var in enumerate(self._jaxpr.invars):
-            variable = trace.variables.get(index)
-            if var not in needed:
-                continue
-            if index in trace.constants:
-                values[var] = trace.constants[index]
-            elif variable is not None and not (
-                server_kind_of(variable) or per_worker_kind_of(variable)
-            ):
-                # No variable, but what a function counts up beside one.
-                values[var] = _held(var, variable.value())
-        return values
 
     def _computed(
         self, eqn: Equation, values: dict[Var, Any], inputs: dict[Input, jax.Array]
@@ -553,7 +564,7 @@ class _Shipment:
         return [changed(table, positions, given, change)] * len(eqn.outvars)
 
 
-def _operation(eqn: Equation, current: dict[Var, int]) -> Operation | None:
+def _operation(eqn: Equation, current: dict[Var, Var]) -> Operation | None:
     """What an equation does to what variables hold then; None to something else."""
     marked = name_in_trace(eqn)
     if not marked.startswith(SERVER_PREFIX):
@@ -566,7 +577,7 @@ def _operation(eqn: Equation, current: dict[Var, int]) -> Operation | None:
     else:
         first, last = 0, int(count or 1)
     inputs = [current.get(var) for var in variables(eqn.invars[first:last])]
-    found = tuple(index for index in inputs if index is not None)
+    found = tuple(var for var in inputs if var is not None)
     if len(set(found)) < last - first:
         return None
     return Operation(name, found, (*eqn.invars[:first], *eqn.invars[last:]), eqn)
@@ -575,7 +586,7 @@ def _operation(eqn: Equation, current: dict[Var, int]) -> Operation | None:
 def _has_effects(eqn: Equation) -> bool:
     """Whether it does something besides; the names of axes count as effects to JAX."""
     effects: Any = eqn.effects
-    changes = any(isinstance(atom.aval, AbstractRef) for atom in eqn.invars)
+    changes = any(map(_is_reference, eqn.invars))
     return changes or any(not hasattr(effect, "name") for effect in effects)
 
 
@@ -595,9 +606,8 @@ def _read(values: dict[Var, Any], atom: Atom) -> Any:
 
 
 def _held(var: Var, value: Leaf) -> Leaf:
-    return jax.new_ref(value) if isinstance(var.aval, AbstractRef) else value
+    return jax.new_ref(value) if _is_reference(var) else value
 
 
-def _number_of(variable: Any) -> int:
-    """The number of a variable on the servers."""
-    return variable.cell.number
+def _is_reference(atom: Atom) -> bool:
+    return isinstance(atom.aval, AbstractRef)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias, cast, final
+from typing import Any, NamedTuple, TypeAlias, cast, final
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,10 @@ from jaxstrategy._src.masks import BatchArray, StepMasks
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.parameter_servers.protocol import Input
 from jaxstrategy._src.replicas.mesh import as_numbers, is_key
-from jaxstrategy._src.replicas.replicas import REPLICATED, ReplicaLayout, Replicas
+from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.tracing import nnx
 from jaxstrategy._src.tracing.checks import step_checks
-from jaxstrategy._src.tracing.jaxprs import Equation, Jaxpr, with_values
-from jaxstrategy._src.tracing.partition.partition import inline_calls
+from jaxstrategy._src.tracing.jaxprs import Equation
 from jaxstrategy._src.tracing.signature import Role, Signature, is_one_leaf
 from jaxstrategy._src.tracing.stages import stages
 from jaxstrategy._src.tracing.traced_step import (
@@ -136,50 +135,13 @@ Call: TypeAlias = Callable[[Function, Sequence[PyTree], dict[str, PyTree]], PyTr
 _OURS = "jaxstrategy_"
 
 
-@final
-class FunctionTrace:
+class FunctionTrace(NamedTuple):
     """A function as one replica of a worker computes it."""
 
-    def __init__(
-        self,
-        trace: TracedStep,
-        recorder: Recorder,
-        keys: dict[
-            int, Any
-        ],  # of arguments that are random keys: programs take numbers
-        key_results: Sequence[Any],  # the same of each of the results, or None
-        name: str,
-    ) -> None:
-        self.recorder, self.name = recorder, name
-        self.keys, self.key_results = keys, key_results
-        self.varies = trace.varies  # whether a result has a version for each replica
-        self.results = trace.results  # what the function returned, but for the arrays
-        # By the number of the input: the argument that it is, if any; or else a
-        # constant, or what a variable holds.
-        self.arguments: list[int | None] = []
-        self.constants: dict[int, Leaf] = {}
-        self.variables: dict[int, Handle] = {}
-        flat = inline_calls(trace.jaxpr, is_ours)
-        self.layouts: Sequence[ReplicaLayout] = [
-            *(each.layout for each in trace.inputs),
-            *(REPLICATED for _ in flat.constants),
-        ]
-        for index, each in enumerate(trace.inputs):
-            self.arguments.append(each.argument)
-            if each.variable is not None:
-                self.variables[index] = each.variable
-            elif each.argument is None:
-                self.constants[index] = each.constant
-        for constant in flat.constants:
-            self.constants[len(self.arguments)] = constant
-            self.arguments.append(None)
-        values = with_values(flat.jaxpr, list(self.variables))
-        # Flat. Variables that are no values are references. Its results are those of
-        # the function, and then what the variables that are values hold afterwards.
-        self.jaxpr: Jaxpr = values.jaxpr
-        first = len(flat.jaxpr.outvars)
-        # The result that the input of a value ends as.
-        self.finals = {index: first + i for i, index in enumerate(values.replaced)}
+    step: TracedStep
+    recorder: Recorder
+    keys: dict[int, Any]  # of arguments that are random keys: programs take numbers
+    key_results: Sequence[Any]  # the same of each of the results, or None
 
 
 def trace_function(
@@ -239,7 +201,7 @@ def trace_function(
     step_checks.check(trace, RunOptions().expect_mirrored, set())
     kinds = ((n, leaf) for n, leaf in enumerate(leaves) if is_key(leaf.dtype))
     keys = {number: jax.random.key_impl(leaf) for number, leaf in kinds}
-    return FunctionTrace(trace, recorder, keys, key_results, step.name)
+    return FunctionTrace(trace, recorder, keys, key_results)
 
 
 def _without_keys(returned: PyTree, kinds: list[Any]) -> PyTree:
