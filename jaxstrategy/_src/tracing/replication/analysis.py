@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any
 
 import jax
@@ -35,9 +42,10 @@ from jaxstrategy._src.tracing.replication.types import (
     SAME,
     Collective,
     Findings,
+    Level,
     RefState,
     Replication,
-    SameReference,
+    Site,
     State,
     content_of,
     join,
@@ -50,10 +58,8 @@ Types = list[jax.ShapeDtypeStruct]
 Transform = Callable[[Function, Types], tuple[Function, Types]]
 
 
-# The findings of an inner jaxpr are cached in terms of its inputs, and translated at
-# each call (`_lifted`).
 class Analysis:
-    """The analysis of one step, with caches for inner jaxprs."""
+    """The analysis of one step, with caches of what JAX makes of its equations."""
 
     def __init__(
         self,
@@ -69,68 +75,35 @@ class Analysis:
         # How often the current jaxpr has been transformed, such as differentiated.
         self.order = 0
         # The jaxprs live as long as the step's, which the caller holds.
-        self._known: dict[Hashable, Findings] = {}
+        # Of loops inside loops, which are gone through several times.
+        self.called: dict[Hashable, tuple[list[State], list[Collective]]] = {}
         self._expanded: dict[Hashable, Jaxpr | None] = {}
         self._lowered: dict[int, Lowered] = {}
         self._transformed: dict[Hashable, Jaxpr] = {}
 
-    def of(
-        self,
-        jaxpr: Jaxpr,
-        inputs: Sequence[State],
-        unpacking: int = 0,
-        repeats: Sequence[int] = (),
-    ) -> Findings:
+    def of(self, jaxpr: Jaxpr, inputs: Sequence[State], unpacking: int = 0) -> Findings:
         """The findings for a jaxpr whose inputs have these types.
 
         Args:
           unpacking: how many leading equations take a replica's part of an input.
-          repeats: for each input the first one that is the same value.
         """
-        frame = self.evaluated(jaxpr, inputs, unpacking, repeats)
-        written = {
-            index: state
+        frame = self.evaluated(jaxpr, inputs, unpacking)
+        contents = {
+            index: state.content
             for index, state in enumerate(inputs)
             if isinstance(state, RefState) and state.is_written
         }
-        outputs = [frame.read(atom) for atom in jaxpr.outvars]
-        contents = {index: state.content for index, state in written.items()}
-        overwritten = frozenset(i for i, s in written.items() if s.is_overwritten)
-        return Findings(outputs, frame.collectives, contents, overwritten)
+        return Findings(frame.outputs, frame.collectives, contents)
 
     def evaluated(
-        self,
-        jaxpr: Jaxpr,
-        inputs: Sequence[State],
-        unpacking: int = 0,
-        repeats: Sequence[int] = (),
+        self, jaxpr: Jaxpr, inputs: Sequence[State], unpacking: int = 0
     ) -> Frame:
         """The types of all values of a jaxpr; see `of`."""
-        frame = Frame(self, dict(zip(jaxpr.invars, inputs, strict=True)))
-        frame.names = {
-            jaxpr.invars[index]: jaxpr.invars[first]
-            for index, first in enumerate(repeats)
-        }
+        frame = Frame(self, jaxpr, inputs)
         for eqn in jaxpr.eqns[:unpacking]:
             frame.known[eqn.outvars[0]] = frame.known[eqn.invars[0]]
-        frame.run(jaxpr, unpacking)
+        frame.run(unpacking)
         return frame
-
-    def in_terms_of_inputs(
-        self, jaxpr: Jaxpr, operands: Sequence[State], repeats: tuple[int, ...] = ()
-    ) -> Findings:
-        """The findings for operands of these levels, cached."""
-        # By the order, too: in the last one `also` applies no more transforms.
-        key = (id(jaxpr), self.order, repeats, *map(_cache_key, operands))
-        findings = self._known.get(key)
-        if findings is None:
-            inputs = [_as_input(index, state) for index, state in enumerate(operands)]
-            findings = self._known[key] = self.of(jaxpr, inputs, 0, repeats)
-            for place, output in enumerate(findings.outputs):
-                for index, state in enumerate(inputs):
-                    if isinstance(output, RefState) and state is output:
-                        findings.outputs[place] = SameReference(index)
-        return findings
 
     def expanded(self, eqn: Equation) -> Jaxpr | None:
         """The jaxpr to which JAX expands a primitive defined in Python, or None."""
@@ -196,44 +169,42 @@ def _known(state: State) -> tuple[int, tuple[int, ...] | None]:
     return (0, None) if state is None else (state.level, state.classes)
 
 
-def _cache_key(state: State) -> Hashable:
-    """The part of an operand's type on which findings depend."""
-    if isinstance(state, RefState):
-        return -1, _cache_key(state.content)
-    if state is None:
-        return 0
-    return state.level if state.classes is None else (state.level, state.classes)
-
-
-def _as_input(index: int, state: State) -> State:
-    if isinstance(state, RefState):
-        return RefState(content_of(_as_input(index, state.content)))
-    if state is None or state is SAME:
-        return state
-    return Replication(state.level, index, classes=state.classes)
-
-
 class Frame:
     """The types of the values of one jaxpr, while it is interpreted."""
 
-    def __init__(self, analysis: Analysis, known: dict[Var, State]) -> None:
+    def __init__(
+        self,
+        analysis: Analysis,
+        jaxpr: Jaxpr,
+        inputs: Sequence[State],
+        holders: tuple[Equation, ...] = (),
+    ) -> None:
         self.analysis = analysis
-        self.known = known
+        self.jaxpr = jaxpr
+        self.known: dict[Var, State] = dict(zip(jaxpr.invars, inputs, strict=True))
+        self._holders = holders
         self.collectives: list[Collective] = []
         self.changes = 0
-        self.jaxpr: ClosedJaxpr = None
-        self.names: Mapping[Var, Var] = {}
+        # The caller, and its values for the inputs, if it calls this once with them.
+        self.caller: Frame | None = None
+        self.names: Mapping[Atom, Atom] = {}
 
-    def run(self, jaxpr: Jaxpr, start: int) -> None:
-        """Interprets a jaxpr from equation number `start` on."""
-        self.jaxpr = jaxpr
+    def run(self, start: int = 0) -> None:
+        """Interprets the jaxpr from equation number `start` on."""
         known, read = self.known, self.read
         rules = self.analysis.rules
-        for eqn in jaxpr.eqns[start:] if start else jaxpr.eqns:
+        for eqn in self.jaxpr.eqns[start:] if start else self.jaxpr.eqns:
             operands = [read(atom) for atom in eqn.invars]
             rule = rules[eqn.primitive]
             for var, state in zip(eqn.outvars, rule(self, eqn, operands), strict=True):
                 known[var] = state
+
+    @property
+    def outputs(self) -> list[State]:
+        return [self.read(atom) for atom in self.jaxpr.outvars]
+
+    def site(self, eqn: Equation) -> Site:
+        return Site((eqn, *self._holders))
 
     def read(self, atom: Atom) -> State:
         return None if isinstance(atom, Literal) else self.known.get(atom)
@@ -251,54 +222,72 @@ class Frame:
         jaxpr: ClosedJaxpr,
         operands: Sequence[State],
         eqn: Equation,
-        is_certain: bool = True,
-        repeats: tuple[int, ...] = (),
+        names: Sequence[Atom] = (),
     ) -> tuple[list[State], list[Collective]]:
-        """The results and collectives of `jaxpr`, called by `eqn` with `operands`."""
-        findings = self.analysis.in_terms_of_inputs(plain(jaxpr), operands, repeats)
-        before = [content_of(state) for state in operands]
+        """The results and collectives of `jaxpr`, called by `eqn` with `operands`.
 
-        def lifted(state: State) -> Any:
-            return _lifted(state, before, eqn)
-
-        for index, content in findings.contents.items():
-            cell = operands[index]
-            # A reference passed twice is two inside: a write to one is not seen in the
-            # other, so that neither is certain to overwrite it.
-            is_unique = sum(other is cell for other in operands) == 1
-            if is_certain and is_unique and index in findings.overwritten:
-                self.overwrite(cell, lifted(content))
-            else:
-                self.write(cell, lifted(content))
-        outputs = [
-            operands[output.input]
-            if isinstance(output, SameReference)
-            else lifted(output)
-            for output in findings.outputs
-        ]
-        collectives = [
-            dataclasses.replace(
-                found,
-                site=found.site.within(eqn),
-                decided_by=lifted(found.decided_by),
-                decided_at=found.decided_at and found.decided_at.within(eqn),
-                reduced_before=lifted(found.reduced_before),
-            )
-            for found in findings.collectives
-        ]
-        return outputs, collectives
+        Args:
+          names: the operands, if they are the same values inside.
+        """
+        inside, holders = plain(jaxpr), self.site(eqn).eqns
+        key = (id(inside), holders, *operands)
+        if (known := self.analysis.called.get(key)) is None:
+            frame = Frame(self.analysis, inside, operands, holders)
+            if names:
+                frame.caller = self
+                frame.names = dict(zip(inside.invars, names, strict=True))
+            frame.run()
+            known = frame.outputs, frame.collectives
+            # What a call does to references is not kept.
+            states = (*operands, *known[0])
+            if not any(isinstance(state, RefState) for state in states):
+                self.analysis.called[key] = known
+        return known
 
     def called(
         self,
         jaxpr: ClosedJaxpr,
         operands: Sequence[State],
         eqn: Equation,
-        repeats: tuple[int, ...] = (),
+        names: Sequence[Atom] = (),
     ) -> list[State]:
         """The results of `jaxpr`, which `eqn` calls once."""
-        outputs, collectives = self.call(jaxpr, operands, eqn, repeats=repeats)
+        outputs, collectives = self.call(jaxpr, operands, eqn, names)
         self.collectives += collectives
         return outputs
+
+    def repeated(
+        self, jaxpr: ClosedJaxpr, operands: Sequence[State], eqn: Equation
+    ) -> tuple[list[State], list[Collective]]:
+        """As `call`, for any number of calls: no write certainly replaces a content."""
+        inside = with_own_references(operands)
+        outputs, collectives = self.call(jaxpr, inside, eqn)
+        for cell, copy in zip(operands, inside, strict=True):
+            if isinstance(copy, RefState) and copy.is_written:
+                self.write(cell, copy.content)
+        return outputs, collectives
+
+    def varying_since(self, eqn: Equation) -> Replication:
+        """The type of a result of `eqn` that varies for any operands."""
+        return Replication(Level.VARYING, None, self.site(eqn))
+
+    def computed(self, eqn: Equation, operands: Iterable[State]) -> Replication | None:
+        """The type of something that `eqn` computes from `operands`."""
+        state = join(operands)
+        if state is None or state is SAME:
+            return state
+        site = self.site(eqn) if state.site is None else state.site
+        if state.level is Level.REDUCED:
+            # A `Plan` sums 16 bits in float32 and converts back: still the sum itself.
+            if eqn.primitive.name == "convert_element_type":
+                return state
+            if "transpose(" in str(eqn.source_info.name_stack):
+                # Part of a gradient: a local share of what differentiation would sum.
+                return SAME
+            return Replication(state.level, state.input, site)
+        if state.site is None or state.part is not None:
+            return dataclasses.replace(state, site=site, part=None)
+        return state
 
     def write(self, cell: State, state: Replication | None) -> None:
         """Adds `state` to what a reference may hold."""
@@ -338,23 +327,10 @@ class Frame:
             carry = joined
 
 
-def _lifted(state: State, operands: Sequence[State], eqn: Equation) -> Any:
-    """Translates a type of an inner jaxpr for the caller, `eqn`."""
-    if isinstance(state, RefState):  # a reference made inside
-        return RefState(_lifted(state.content, operands, eqn))
-    if state is None or state is SAME:
-        return state
-    site = None if state.site is None else state.site.within(eqn)
-    if state.input is None:
-        part = _lifted(state.part, operands, eqn)
-        return dataclasses.replace(state, site=site, part=part)
-    outer = content_of(operands[state.input])
-    assert outer is not None, "what comes of a constant is one"
-    if site is not None and outer.site is not None:
-        site = outer.site
-    if site is None:  # passed through untouched, or joined with another such
-        return dataclasses.replace(outer, classes=state.classes)
-    return Replication(outer.level, outer.input, site, classes=state.classes)
+def with_own_references(states: Sequence[State]) -> list[State]:
+    """The same types, with other references, which no others see written to."""
+    copies = {id(x): RefState(x.content) for x in states if isinstance(x, RefState)}
+    return [copies.get(id(state), state) for state in states]
 
 
 # The types of results from those of operands.
@@ -464,24 +440,16 @@ def are_identical(frame: Frame, atoms: Sequence[Atom]) -> bool:
     return len({_value_key(frame, atom) for atom in atoms}) == 1
 
 
-def repeats(frame: Frame, atoms: Sequence[Atom]) -> tuple[int, ...]:
-    """For each of `atoms` the first that is the same value; () if all differ."""
-    numbers: dict[Hashable, int] = {}
-    firsts = tuple(
-        numbers.setdefault(_value_key(frame, atom), index)
-        for index, atom in enumerate(atoms)
-    )
-    return firsts if len(numbers) < len(firsts) else ()
-
-
 def _value_key(frame: Frame, atom: Atom) -> Hashable:
     """Equal for the same value, bit by bit."""
     if isinstance(atom, Literal):
         # By its bits: NaN is not equal to itself, and 0.0 is equal to -0.0.
         return str(atom.aval), np.asarray(atom.val).tobytes()
+    if frame.caller is not None and atom in frame.names:
+        return _value_key(frame.caller, frame.names[atom])
     eqn = frame.origins.get(atom)
     if eqn is None or eqn.primitive.name not in SHAPE_OPS:
-        return frame.names.get(atom, atom)
+        return atom
     operands = tuple(_value_key(frame, each) for each in eqn.invars)
     return eqn.primitive.name, str(eqn.params), operands
 

@@ -14,7 +14,7 @@ from jaxstrategy._src.tracing.jaxprs import (
     inner_eqns,
     plain,
 )
-from jaxstrategy._src.tracing.replication.analysis import Frame, repeats
+from jaxstrategy._src.tracing.replication.analysis import Frame, with_own_references
 from jaxstrategy._src.tracing.replication.primitives import is_declared_call
 from jaxstrategy._src.tracing.replication.types import (
     Collective,
@@ -23,19 +23,16 @@ from jaxstrategy._src.tracing.replication.types import (
     Replication,
     Site,
     State,
-    computed,
     content_of,
-    decided,
     for_each_result,
     join,
     level_of,
-    varying_since,
 )
 
 
 def call(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     """A function called once with the operands."""
-    return _called(frame, eqn, operands, repeats(frame, eqn.invars))
+    return _called(frame, eqn, operands, eqn.invars)
 
 
 def mapped(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
@@ -44,12 +41,12 @@ def mapped(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
 
 
 def _called(
-    frame: Frame, eqn: Equation, operands: list[State], same: tuple[int, ...]
+    frame: Frame, eqn: Equation, operands: list[State], names: Sequence[Atom]
 ) -> list[State]:
     (jaxpr,) = (eqn.params[key] for key in _CALLEES if key in eqn.params)
-    outputs = frame.called(jaxpr, operands, eqn, same)
+    outputs = frame.called(jaxpr, operands, eqn, names)
     if is_declared_call(eqn):
-        return for_each_result(eqn, computed(eqn, operands))
+        return for_each_result(eqn, frame.computed(eqn, operands))
     return outputs
 
 
@@ -64,7 +61,7 @@ def run_state(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]
     cells: list[State] = []
     is_initialized = eqn.params["is_initialized"]
     for var, has_value in zip(inner.invars, is_initialized, strict=True):
-        state: State = next(following) if has_value else varying_since(eqn)
+        state: State = next(following) if has_value else frame.varying_since(eqn)
         if isinstance(var.aval, AbstractRef) and not isinstance(state, RefState):
             state = RefState(state)
         cells.append(state)
@@ -83,27 +80,22 @@ def linear_solve(frame: Frame, eqn: Equation, operands: list[State]) -> list[Sta
 
 def branching(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     predicate, operands = operands[0], operands[1:]
-    entered, ends = [], []
-    same = repeats(frame, eqn.invars[1:])
+    results, ends = [], []
+    decider = _decider(frame, eqn, content_of(predicate))
     for branch in eqn.params["branches"]:
         # Each branch starts from the same contents, without the writes of others.
-        starts = [
-            RefState(state.content) if isinstance(state, RefState) else state
-            for state in operands
-        ]
-        entered.append(frame.call(branch, starts, eqn, repeats=same))
+        starts = with_own_references(operands)
+        outputs, collectives = frame.call(branch, starts, eqn, eqn.invars[1:])
+        frame.collectives += _decided(frame, collectives, decider, eqn, branch)
+        results.append(outputs)
         ends.append(starts)
-    decider = _decider(eqn, content_of(predicate))
-    for branch, (_, collectives) in zip(eqn.params["branches"], entered, strict=True):
-        frame.collectives += _decided(collectives, decider, eqn, branch)
     for cell, *versions in zip(operands, *ends, strict=True):
         if isinstance(cell, RefState) and any(end.is_written for end in versions):
             _merge(frame, cell, versions)
             if decider is not None:  # replicas may take different branches
                 frame.write(cell, decider)
     # Replicas that take the same branch still agree.
-    results = zip(*(outputs for outputs, _ in entered), strict=True)
-    return [join((decider, *versions)) for versions in results]
+    return [join((decider, *versions)) for versions in zip(*results, strict=True)]
 
 
 def _merge(frame: Frame, cell: RefState, versions: list[RefState]) -> None:
@@ -115,14 +107,17 @@ def _merge(frame: Frame, cell: RefState, versions: list[RefState]) -> None:
         frame.write(cell, version.content)
 
 
-def _decider(eqn: Equation, predicate: Replication | None) -> Replication | None:
+def _decider(
+    frame: Frame, eqn: Equation, predicate: Replication | None
+) -> Replication | None:
     """The predicate of `eqn`, if it varies."""
     if level_of(predicate) != Level.VARYING:
         return None
-    return computed(eqn, (predicate,))
+    return frame.computed(eqn, (predicate,))
 
 
 def _decided(
+    frame: Frame,
     collectives: list[Collective],
     decider: Replication | None,
     eqn: Equation,
@@ -131,13 +126,14 @@ def _decided(
     """Marks the collectives in branches or loops of `eqn` with its varying decider."""
     if decider is None:
         return collectives
+    at = frame.site(eqn)
     marked = [
-        each if each.agrees_on(decider) else decided(each, decider, eqn)
+        each if each.agrees_on(decider) else each.decided(decider, at)
         for each in collectives
     ]
     if all(each.decided_by is None for each in marked):
         if merge := _first_merge(eqn, jaxprs):
-            site, at = Site((merge, eqn)), Site((eqn,))
+            site = Site((merge, *at.eqns))
             marked.append(Collective(site, decider, at, is_merge=True))
     return marked
 
@@ -160,21 +156,18 @@ def while_loop(frame: Frame, eqn: Equation, operands: list[State]) -> list[State
     body_consts = operands[n_cond : n_cond + n_body]
 
     def turn(carry: list[State]) -> tuple[list[State], list[Collective]]:
-        (goes_on,), tests = frame.call(
-            params["cond_jaxpr"], cond_consts + carry, eqn, is_certain=False
-        )
-        returned, steps = frame.call(
-            params["body_jaxpr"], body_consts + carry, eqn, is_certain=False
-        )
-        after: list[State] = returned
-        decider = _decider(eqn, content_of(goes_on))
+        condition, body = params["cond_jaxpr"], params["body_jaxpr"]
+        after: list[State]
+        (goes_on,), tests = frame.repeated(condition, cond_consts + carry, eqn)
+        after, steps = frame.repeated(body, body_consts + carry, eqn)
+        decider = _decider(frame, eqn, content_of(goes_on))
         if decider is not None:  # replicas may stop at different iterations
             for cell in cond_consts + body_consts:
                 if isinstance(cell, RefState) and cell.is_written:
                     frame.write(cell, decider)
-            after = [join((decider, state)) for state in returned]
-        jaxprs = params["cond_jaxpr"], params["body_jaxpr"]
-        return after, _decided(tests + steps, decider, eqn, *jaxprs)
+            after = [join((decider, state)) for state in after]
+        collectives = tests + steps
+        return after, _decided(frame, collectives, decider, eqn, condition, body)
 
     return frame.fixed_point(turn, operands[n_cond + n_body :])
 
@@ -187,9 +180,7 @@ def scan(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     results: list[State] = []
 
     def turn(carry: list[State]) -> tuple[list[State], list[Collective]]:
-        results[:], collectives = frame.call(
-            inner, consts + carry + xs, eqn, is_certain=False
-        )
+        results[:], collectives = frame.repeated(inner, consts + carry + xs, eqn)
         return results[:n_carry], collectives
 
     carry = frame.fixed_point(turn, operands[n_consts:n_same])

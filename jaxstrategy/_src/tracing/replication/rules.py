@@ -46,17 +46,13 @@ from jaxstrategy._src.tracing.replication.types import (
     Level,
     RefState,
     Replication,
-    Site,
     State,
     as_classes,
-    computed,
     content_of,
-    decided,
     for_each_result,
     join,
     level_of,
     not_reduced,
-    varying_since,
 )
 from jaxstrategy._src.values.arrays import Function
 
@@ -64,14 +60,14 @@ from jaxstrategy._src.values.arrays import Function
 def per_operand(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     """One result for each operand."""
     if len(operands) != len(eqn.outvars):
-        return for_each_result(eqn, computed(eqn, operands))
-    return [computed(eqn, (operand,)) for operand in operands]
+        return for_each_result(eqn, frame.computed(eqn, operands))
+    return [frame.computed(eqn, (operand,)) for operand in operands]
 
 
 def axis_index(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     """The id of the replica varies; an index along another axis does not."""
     varies = frame.analysis.mentions_replicas(eqn)
-    return for_each_result(eqn, varying_since(eqn) if varies else None)
+    return for_each_result(eqn, frame.varying_since(eqn) if varies else None)
 
 
 def reducing(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
@@ -79,9 +75,9 @@ def reducing(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     if not frame.analysis.mentions_replicas(eqn):
         return per_operand(frame, eqn, operands)
     before = _summed_before(frame, eqn, operands)
-    frame.collectives.append(_collective_of(eqn, before))
+    frame.collectives.append(_collective_of(frame, eqn, before))
     if eqn.params.get("axis_index_groups") is None:
-        reduced = Replication(Level.REDUCED, None, Site((eqn,)), is_direct=True)
+        reduced = _reduced(frame, eqn)
         return [None if operand is None else reduced for operand in operands]
     # On CPUs XLA adds in the order of the replicas, on accelerators along the links
     # between the devices of a group. For two numbers it makes no difference.
@@ -98,6 +94,11 @@ def reducing(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     ]
 
 
+def _reduced(frame: Frame, eqn: Equation) -> Replication:
+    """The very result of a reduction."""
+    return Replication(Level.REDUCED, None, frame.site(eqn), is_direct=True)
+
+
 def _summed_before(
     frame: Frame, eqn: Equation, operands: list[State]
 ) -> Replication | None:
@@ -112,19 +113,21 @@ def _summed_before(
     return state
 
 
-def _collective_of(eqn: Equation, before: Replication | None = None) -> Collective:
+def _collective_of(
+    frame: Frame, eqn: Equation, before: Replication | None = None
+) -> Collective:
     groups = eqn.params.get("axis_index_groups")
     groups = None if groups is None else tuple(map(tuple, groups))
-    return Collective(Site((eqn,)), reduced_before=before, groups=groups)
+    return Collective(frame.site(eqn), reduced_before=before, groups=groups)
 
 
 def gathering(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     """A collective after which all members of a group have the same."""
     if not frame.analysis.mentions_replicas(eqn):
         return per_operand(frame, eqn, operands)
-    frame.collectives.append(_collective_of(eqn))
+    frame.collectives.append(_collective_of(frame, eqn))
     of_sums = gathers_sums(frame, eqn)
-    whole = Replication(Level.REDUCED, None, Site((eqn,)), is_direct=True)
+    whole = _reduced(frame, eqn)
     if eqn.params.get("axis_index_groups") is not None:
         state = _grouped(frame, eqn, join(operands), Level.SAME)
         return [whole if of_sums and state is SAME else state]
@@ -133,10 +136,10 @@ def gathering(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]
 
 def folding(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     """A sum or extreme along an array's axes, which may have been gathered."""
-    state = computed(eqn, operands)
+    state = frame.computed(eqn, operands)
     if state is SAME and (origin := gather_before(frame, eqn)) is not None:
         if frame.analysis.mentions_replicas(origin):
-            return [Replication(Level.REDUCED, None, Site((eqn,)), is_direct=True)]
+            return [_reduced(frame, eqn)]
     return [state]
 
 
@@ -148,25 +151,25 @@ def permuting(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]
     replicas = range(frame.analysis.replicas)
     if any(replica not in sender for replica in replicas):
         return scattering(frame, eqn, operands)
-    frame.collectives.append(_collective_of(eqn))
+    frame.collectives.append(_collective_of(frame, eqn))
     return [
-        _sent(eqn, content_of(operand), [sender[r] for r in replicas])
+        _sent(frame, eqn, content_of(operand), [sender[r] for r in replicas])
         for operand in operands
     ]
 
 
 def _sent(
-    eqn: Equation, operand: Replication | None, senders: list[int]
+    frame: Frame, eqn: Equation, operand: Replication | None, senders: list[int]
 ) -> Replication | None:
     """The type of `operand` when each replica has that of its sender."""
-    state = computed(eqn, (operand,))
+    state = frame.computed(eqn, (operand,))
     if state is None or not state.varies:
         return state
     classes = operand.classes if operand is not None else None
     if classes is None:
-        return varying_since(eqn)
+        return frame.varying_since(eqn)
     sent = as_classes([classes[sender] for sender in senders])
-    return dataclasses.replace(varying_since(eqn), classes=sent)
+    return dataclasses.replace(frame.varying_since(eqn), classes=sent)
 
 
 def _grouped(
@@ -198,14 +201,16 @@ def _grouped(
         results.append((order, *(classes[member] for member in group)))
     if len(set(results)) == 1:
         return (
-            Replication(level, None, Site((eqn,)), is_direct=True) if is_sum else SAME
+            Replication(level, None, frame.site(eqn), is_direct=True)
+            if is_sum
+            else SAME
         )
-    return dataclasses.replace(varying_since(eqn), classes=as_classes(results))
+    return dataclasses.replace(frame.varying_since(eqn), classes=as_classes(results))
 
 
 def joining(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     """Concatenation: remembers a part that was reduced."""
-    state = computed(eqn, operands)
+    state = frame.computed(eqn, operands)
     if state is not None and state.varies:
         parts = [
             x and (x if x.level is Level.REDUCED else x.part)
@@ -218,7 +223,7 @@ def joining(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
 
 def reshaping(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     """The same elements in another shape."""
-    state, before = computed(eqn, operands), content_of(operands[0])
+    state, before = frame.computed(eqn, operands), content_of(operands[0])
     if before is not None and before.part is not None and state is not None:
         state = dataclasses.replace(state, part=before.part)
     return [state]
@@ -229,14 +234,14 @@ def scattering(frame: Frame, eqn: Equation, operands: list[State]) -> list[State
     if not frame.analysis.mentions_replicas(eqn):
         return per_operand(frame, eqn, operands)
     before = _summed_before(frame, eqn, operands)
-    frame.collectives.append(_collective_of(eqn, before))
+    frame.collectives.append(_collective_of(frame, eqn, before))
     # Even if the operand is equal on all: each gets another part of it.
-    return for_each_result(eqn, varying_since(eqn))
+    return for_each_result(eqn, frame.varying_since(eqn))
 
 
 def scaling(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     """A product or quotient."""
-    state = computed(eqn, operands)
+    state = frame.computed(eqn, operands)
     if level_of(state) == Level.REDUCED and is_share(frame, eqn):
         # A share to be summed, no longer the reduced value itself. But a sum divided by
         # the number of replicas is a mean.
@@ -277,7 +282,7 @@ def _transformed(
     frame: Frame, eqn: Equation, operands: list[State], transform: Transform
 ) -> list[State]:
     """The type of each result of `eqn` under `transform`."""
-    unknown: list[State] = [varying_since(eqn)] * len(eqn.outvars)
+    unknown: list[State] = [frame.varying_since(eqn)] * len(eqn.outvars)
     if any(isinstance(state, RefState) for state in operands):
         return unknown
     try:
@@ -338,7 +343,7 @@ def batched(function: Function, types: Types) -> tuple[Function, Types]:
 
 def pure(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     """An operation whose results depend on its operands only."""
-    return for_each_result(eqn, computed(eqn, operands))
+    return for_each_result(eqn, frame.computed(eqn, operands))
 
 
 def outside(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
@@ -349,18 +354,19 @@ def outside(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
 def other(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     """An unknown operation, judged by its lowering."""
     if frame.analysis.mentions_replicas(eqn):
-        return _varying(frame, eqn, operands, [Collective(Site((eqn,)))])
+        return _varying(frame, eqn, operands, [Collective(frame.site(eqn))])
     lowered = frame.analysis.lowered(eqn)
     if lowered.is_pure:
         return pure(frame, eqn, operands)
     collectives = _hidden_collectives(frame, eqn, operands)
     if not collectives and lowered.communicates:
-        collectives = [Collective(Site((eqn,)))]
+        collectives = [Collective(frame.site(eqn))]
     decider = join(operands)
     if lowered.decides and decider is not None and decider.varies:
         # Branches or loops inside may skip them.
-        at = computed(eqn, (decider,))
-        collectives = [decided(found, at, eqn) for found in collectives]
+        at = frame.computed(eqn, (decider,))
+        site = frame.site(eqn)
+        collectives = [found.decided(at, site) for found in collectives]
     return _varying(frame, eqn, operands, collectives)
 
 
@@ -368,7 +374,7 @@ def _varying(
     frame: Frame, eqn: Equation, operands: list[State], collectives: list[Collective]
 ) -> list[State]:
     frame.collectives += collectives
-    state = varying_since(eqn)
+    state = frame.varying_since(eqn)
     for cell in operands:
         if isinstance(cell, RefState):  # it may write there
             frame.write(cell, state)
@@ -444,7 +450,7 @@ def _rule_of(primitive: Primitive) -> Rule:
 
 
 def _comparison(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
-    state = not_reduced(computed(eqn, operands))
+    state = not_reduced(frame.computed(eqn, operands))
     ids = _analysis.compared_ids(frame, eqn)
     if ids is not None and state is not None and state.varies:
         is_one = len(set(ids)) == 1
@@ -458,10 +464,10 @@ def _select(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
         frame, eqn.invars[1:]
     ):
         # All cases are the same value.
-        return for_each_result(eqn, computed(eqn, cases))
+        return for_each_result(eqn, frame.computed(eqn, cases))
     # A value chosen by the result of a reduction is no such result.
     return for_each_result(
-        eqn, computed(eqn, [not_reduced(content_of(choice)), *cases])
+        eqn, frame.computed(eqn, [not_reduced(content_of(choice)), *cases])
     )
 
 
@@ -473,21 +479,21 @@ def _hi_primitive(frame: Frame, eqn: Equation, operands: list[State]) -> list[St
     jaxpr = frame.analysis.expanded(eqn)
     if jaxpr is None or any(isinstance(state, RefState) for state in operands):
         return outside(frame, eqn, operands)
-    return frame.called(jaxpr, operands, eqn, _analysis.repeats(frame, eqn.invars))
+    return frame.called(jaxpr, operands, eqn, eqn.invars)
 
 
 def _empty(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     """Uninitialized memory."""
     (result,) = eqn.outvars
     # Without elements nothing can differ.
-    return [varying_since(eqn) if 0 not in result.aval.shape else None]
+    return [frame.varying_since(eqn) if 0 not in result.aval.shape else None]
 
 
 # References.
 
 
 def _empty_ref(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
-    return [RefState(varying_since(eqn))]
+    return [RefState(frame.varying_since(eqn))]
 
 
 def _new_ref(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
@@ -496,23 +502,23 @@ def _new_ref(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
 
 def _get(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     # Its content, unless an index varies.
-    return for_each_result(eqn, computed(eqn, operands))
+    return for_each_result(eqn, frame.computed(eqn, operands))
 
 
 def _swap(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
     cell, written = operands[0], operands[1:]
-    before = computed(eqn, operands)
+    before = frame.computed(eqn, operands)
     # Without computed indices, a result of the same shape is all of the content.
     (replaced,), (reference, *others) = eqn.outvars, eqn.invars
     if len(others) == 1 and replaced.aval.shape == reference.aval.shape:
-        frame.overwrite(cell, computed(eqn, written))
+        frame.overwrite(cell, frame.computed(eqn, written))
     else:
-        frame.write(cell, computed(eqn, written))
+        frame.write(cell, frame.computed(eqn, written))
     return for_each_result(eqn, before)
 
 
 def _addupdate(frame: Frame, eqn: Equation, operands: list[State]) -> list[State]:
-    frame.write(operands[0], computed(eqn, operands[1:]))
+    frame.write(operands[0], frame.computed(eqn, operands[1:]))
     return []
 
 

@@ -24,10 +24,6 @@ class Site:
 
     eqns: tuple[Equation, ...]
 
-    def within(self, eqn: Equation) -> Site:
-        """The same site, inside of `eqn`."""
-        return Site((*self.eqns, eqn))
-
     @property
     def primitive(self) -> str:
         return self.eqns[0].primitive.name
@@ -146,12 +142,11 @@ class Collective:
             return False
         return all(len({classes[i] for i in group}) == 1 for group in self.groups)
 
-
-@dataclasses.dataclass(frozen=True)
-class SameReference:
-    """An output that is the reference at `input`."""
-
-    input: int
+    def decided(self, decider: Replication | None, at: Site) -> Collective:
+        """Marked as decided by `decider` at an equation, unless it is marked."""
+        if self.decided_by is not None:
+            return self
+        return dataclasses.replace(self, decided_by=decider, decided_at=at)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +156,6 @@ class Findings:
     outputs: list[Any]
     collectives: list[Collective]
     contents: dict[int, Replication | None]  # of references, by input
-    overwritten: frozenset[int] = frozenset()
 
     def of_one_replica(self) -> Findings:
         """The findings for one replica: nothing varies, and no sum is a mistake."""
@@ -228,34 +222,6 @@ def as_classes(kinds: Sequence[Hashable]) -> tuple[int, ...] | None:
     return classes if len(numbers) < len(kinds) else None
 
 
-def computed(eqn: Equation, operands: Iterable[State]) -> Replication | None:
-    """The type of something that `eqn` computes from `operands`."""
-    state = join(operands)
-    if state is None or state is SAME:
-        return state
-    if state.level is Level.REDUCED:
-        return _reduced_and_used(eqn, state)
-    if state.site is None:
-        site = Site((eqn,))
-        return Replication(state.level, state.input, site, classes=state.classes)
-    if state.part is not None:
-        return dataclasses.replace(state, part=None)
-    return state
-
-
-def _reduced_and_used(eqn: Equation, state: Replication) -> Replication:
-    # A `Plan` sums 16 bits in float32 and converts back: still the sum itself.
-    if eqn.primitive.name == "convert_element_type":
-        return state
-    if "transpose(" in str(eqn.source_info.name_stack):
-        # Part of a gradient: a local share of what differentiation would sum.
-        return SAME
-    if state.site is None or state.is_direct:
-        site = Site((eqn,)) if state.site is None else state.site
-        return Replication(state.level, state.input, site)
-    return state
-
-
 def not_reduced(state: Replication | None) -> Replication | None:
     """`state` with level `SAME` instead of `REDUCED`."""
     return SAME if state is not None and state.level is Level.REDUCED else state
@@ -264,17 +230,3 @@ def not_reduced(state: Replication | None) -> Replication | None:
 def for_each_result(eqn: Equation, state: State) -> list[State]:
     """The same type for each result of `eqn`."""
     return [state] * len(eqn.outvars)
-
-
-def varying_since(eqn: Equation) -> Replication:
-    """The type of a result of `eqn` that varies for any operands."""
-    return Replication(Level.VARYING, None, Site((eqn,)))
-
-
-def decided(
-    found: Collective, decider: Replication | None, eqn: Equation
-) -> Collective:
-    """Marks a collective as decided by `decider` at `eqn`, unless it is marked."""
-    if found.decided_by is not None:
-        return found
-    return dataclasses.replace(found, decided_by=decider, decided_at=Site((eqn,)))
