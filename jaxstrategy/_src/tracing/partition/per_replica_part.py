@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import jax
 from jax import lax
@@ -29,7 +29,6 @@ from jaxstrategy._src.tracing.jaxprs import (
 )
 from jaxstrategy._src.tracing.numbered_prints import on_each_device
 from jaxstrategy._src.tracing.partition.global_part import (
-    LoopSum,
     ReduceScatters,
     is_sum_of_all,
 )
@@ -68,13 +67,6 @@ class ReplicaValues:
             dimension = self._of.dimensions[atom]
             self._whole[atom] = self.all_gather(self.parts[atom], dimension, atom)
         return self._whole[atom]
-
-    def operands(self, eqn: Equation, sharded: Container[int]) -> list[Leaf]:
-        """The operands of an equation, of some the parts."""
-        return [
-            self.parts[atom] if index in sharded else self.whole(atom)
-            for index, atom in enumerate(eqn.invars)
-        ]
 
     def keep(self, variables: Sequence[Var], values: Sequence[Leaf]) -> None:
         """Stores results, which are whole unless they are to be sharded."""
@@ -127,66 +119,6 @@ Evaluation: TypeAlias = Callable[[ReplicaValues], None]
 """Computes values from others."""
 
 
-def sharded_call(
-    eqn: Equation, parts: Mapping[Var, int], varies: Callable[[Atom], bool]
-) -> ShardFunction | None:
-    """The shard function of an equation whose operands are sharded as it needs."""
-    function = shard_function(eqn)
-    if function is None:
-        return None
-    # Shards of a varying array would be shards of different arrays.
-    if function.are_rest_equal and any(map(varies, eqn.invars)):
-        return None
-    operands = [eqn.invars[place] for place in function.divided]
-    is_divided = [not isinstance(a, Literal) and parts.get(a) == 0 for a in operands]
-    return function if all(is_divided) else None
-
-
-def evaluate_sharded_call(eqn: Equation, function: ShardFunction) -> Evaluation:
-    def evaluate(values: ReplicaValues) -> None:
-        operands = values.operands(eqn, function.divided)
-        results = function.of_parts(*operands, axes=values.axes)
-        values.keep(eqn.outvars, jax.tree.leaves(results))
-
-    return evaluate
-
-
-REMAT = ("remat2", "remat", "checkpoint")
-
-
-# The forward pass has gathered them; they are gathered again rather than kept.
-def rematerialized_parts(eqn: Equation, parts: Mapping[Var, int]) -> dict[int, int]:
-    """The sharded operands of a rematerialization, with dimensions; else empty."""
-    params = eqn.params
-    is_remat = eqn.primitive.name in REMAT and params.get("differentiated")
-    if not is_remat or not params.get("prevent_cse"):
-        return {}
-    if any(isinstance(atom.aval, AbstractRef) for atom in eqn.invars):
-        return {}
-    return {
-        place: parts[atom]
-        for place, atom in enumerate(eqn.invars)
-        if not isinstance(atom, Literal) and atom in parts
-    }
-
-
-def evaluate_remat(eqn: Equation, sharded: Mapping[int, int]) -> Evaluation:
-    """Evaluates a rematerialization, with gathers of its own."""
-    function = core.jaxpr_as_fun(closed(eqn.params["jaxpr"]))
-
-    def evaluate(values: ReplicaValues) -> None:
-        operands = values.operands(eqn, sharded)
-        # As JAX does for `checkpoint`: keeps XLA from merging it with the first time.
-        operands = lax.optimization_barrier(operands)
-        whole = [
-            values.all_gather(x, sharded[i], eqn.invars[i]) if i in sharded else x
-            for i, x in enumerate(operands)
-        ]
-        values.keep(eqn.outvars, function(*whole))
-
-    return evaluate
-
-
 # Beside automatic axes JAX lowers `axis_index` to a `shard_map`, on the mesh where the
 # equation was traced (JAX 0.10 and 0.12). A step with sharded state is traced without a
 # mesh: its loops, branches and calls would raise "The context mesh cannot be empty".
@@ -199,62 +131,6 @@ def retrace_axis_indices(fn: Function) -> Function:
         return lambda: [eqn.primitive.bind(**eqn.params)]
 
     return rewritten_function(fn, rule)
-
-
-def sharded_layers(eqn: Equation, parts: Mapping[Var, int]) -> dict[int, int]:
-    """The operands that a loop can gather in each iteration, with their dimensions."""
-    first = sum(scan_counts(eqn))
-    return {
-        place: parts[atom]
-        for place, atom in enumerate(eqn.invars)
-        # The first dimension is that of the iterations.
-        if place >= first and not isinstance(atom, Literal) and parts.get(atom, 0) > 0
-    }
-
-
-def evaluate_loop(
-    eqn: Equation, layers: Mapping[int, int], sums: Mapping[Var, LoopSum]
-) -> Evaluation:
-    """Evaluates a loop that gathers its inputs and scatters sums in each iteration."""
-    n_consts, n_carry = scan_counts(eqn)
-    first = n_consts + n_carry
-    function = core.jaxpr_as_fun(eqn.params["jaxpr"])
-    outvars = list(eqn.outvars)
-    # By the index of the output.
-    summed = {outvars.index(each.stacked): result for result, each in sums.items()}
-    names = ("length", "reverse", "unroll", "_split_transpose")
-    options = {name: eqn.params[name] for name in names if name in eqn.params}
-
-    def evaluate(values: ReplicaValues) -> None:
-        operands = values.operands(eqn, layers)
-
-        def scattered(array: jax.Array, result: Var) -> jax.Array:
-            for dtype in sums[result].dtypes:
-                array = lax.convert_element_type(array, dtype)
-            dimension = sums[result].dimension - 1
-            return values.reduce_scatter(array, dimension, result, in_loop=True)
-
-        def body(carry: list[Leaf], layer: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
-            whole = [
-                values.all_gather(x, layers[i] - 1, eqn.invars[i], in_loop=True)
-                if i in layers
-                else x
-                for i, x in enumerate(layer, start=first)
-            ]
-            results = function(*operands[:n_consts], *carry, *whole)
-            stacked = [
-                scattered(x, summed[i]) if i in summed else x
-                for i, x in enumerate(results[n_carry:], start=n_carry)
-            ]
-            return results[:n_carry], stacked
-
-        carry, stacked = lax.scan(
-            body, operands[n_consts:first], operands[first:], **options
-        )
-        results = [summed.get(i, var) for i, var in enumerate(outvars)]
-        values.keep(results, [*carry, *stacked])
-
-    return evaluate
 
 
 @final
@@ -328,18 +204,22 @@ class PerReplicaPart:
 
     def _evaluation_of_parts(self, eqn: Equation) -> Evaluation | None:
         """The evaluation of an equation that works on parts; None of others."""
-        name = eqn.primitive.name
-        if name == "convert_element_type" and self._is_part(eqn.invars[0]):
+        parts = {
+            place: self._dimensions[atom]
+            for place, atom in enumerate(eqn.invars)
+            if self._is_part(atom)
+        }
+        if parts and eqn.primitive.name == "convert_element_type":
             return self._conversion(eqn)
-        if name == "scan":
-            return self._loop(eqn)
-        if (function := sharded_call(eqn, self._dimensions, self._varies)) is not None:
-            return self._call(eqn, function)
-        if sharded := rematerialized_parts(eqn, self._dimensions):
-            for index in sharded:
-                self._add_exchange("all_gather", eqn.invars[index], eqn)
-            self._gather(eqn, (a for i, a in enumerate(eqn.invars) if i not in sharded))
-            return evaluate_remat(eqn, sharded)
+        if eqn.primitive.name == "scan":
+            return self._loop(eqn, parts)
+        if (function := shard_function(eqn)) is not None:
+            # Shards of a varying array would be shards of different arrays.
+            varies = function.are_rest_equal and any(map(self._varies, eqn.invars))
+            if not varies and all(parts.get(i) == 0 for i in function.divided):
+                return self._call(eqn, function)
+        if parts and _is_rematerialization(eqn):
+            return self._rematerialization(eqn, parts)
         if is_sum_of_all(eqn, self._replicas):
             sums = self._reduce_scatters.sums
             return self._sum(eqn) if any(var in sums for var in eqn.outvars) else None
@@ -348,6 +228,25 @@ class PerReplicaPart:
     def _is_part(self, atom: Atom) -> bool:
         return not isinstance(atom, Literal) and atom in self._dimensions
 
+    def _evaluation(
+        self,
+        eqn: Equation,
+        sharded: Container[int],
+        function: Callable[[ReplicaValues, list[Leaf]], Sequence[Leaf]],
+        results: Sequence[Var],
+    ) -> Evaluation:
+        """Computes `results` from parts of some operands, and the others whole."""
+        self._gather(eqn, (a for i, a in enumerate(eqn.invars) if i not in sharded))
+
+        def evaluate(values: ReplicaValues) -> None:
+            operands = [
+                values.parts[atom] if index in sharded else values.whole(atom)
+                for index, atom in enumerate(eqn.invars)
+            ]
+            values.keep(results, function(values, operands))
+
+        return evaluate
+
     def _conversion(self, eqn: Equation) -> Evaluation:
         """Converts the part before it is gathered, which is usually fewer bytes."""
         (operand,), (result,) = eqn.invars, eqn.outvars
@@ -355,21 +254,44 @@ class PerReplicaPart:
         self.inner[result] = self.inner.get(operand, WHOLE)
         dtype = eqn.params["new_dtype"]
 
-        def evaluate(values: ReplicaValues) -> None:
-            part = lax.convert_element_type(values.parts[operand], dtype)
-            values.keep([result], [part])
+        def converted(_: ReplicaValues, operands: list[Leaf]) -> list[Leaf]:
+            return [lax.convert_element_type(operands[0], dtype)]
 
-        return evaluate
+        return self._evaluation(eqn, {0}, converted, eqn.outvars)
 
     def _call(self, eqn: Equation, function: ShardFunction) -> Evaluation:
         self.functions[id(eqn)] = function
         self._dimensions.update((eqn.outvars[i], 0) for i in function.returns_divided)
-        sharded = function.divided
-        self._gather(eqn, (a for i, a in enumerate(eqn.invars) if i not in sharded))
-        return evaluate_sharded_call(eqn, function)
 
-    def _loop(self, eqn: Equation) -> Evaluation | None:
-        layers = sharded_layers(eqn, self._dimensions)
+        def called(values: ReplicaValues, operands: list[Leaf]) -> list[Leaf]:
+            return jax.tree.leaves(function.of_parts(*operands, axes=values.axes))
+
+        return self._evaluation(eqn, function.divided, called, eqn.outvars)
+
+    # The forward pass has gathered them; they are gathered again rather than kept.
+    def _rematerialization(self, eqn: Equation, parts: Mapping[int, int]) -> Evaluation:
+        function = core.jaxpr_as_fun(closed(eqn.params["jaxpr"]))
+        for index in parts:
+            self._add_exchange("all_gather", eqn.invars[index], eqn)
+
+        def computed(values: ReplicaValues, operands: list[Leaf]) -> Sequence[Leaf]:
+            # As JAX does for `checkpoint`: keeps XLA from merging it with the first
+            # time.
+            operands = lax.optimization_barrier(operands)
+            whole = [
+                values.all_gather(x, parts[i], eqn.invars[i]) if i in parts else x
+                for i, x in enumerate(operands)
+            ]
+            return function(*whole)
+
+        return self._evaluation(eqn, parts, computed, eqn.outvars)
+
+    def _loop(self, eqn: Equation, parts: Mapping[int, int]) -> Evaluation | None:
+        """A loop that gathers its inputs and scatters sums in each iteration."""
+        n_consts, n_carry = scan_counts(eqn)
+        first = n_consts + n_carry
+        # The first dimension is that of the iterations.
+        layers = {i: d for i, d in parts.items() if i >= first and d > 0}
         in_loops = self._reduce_scatters.in_loops
         sums = {var: each for var, each in in_loops.items() if each.loop is eqn}
         if not layers and not sums:
@@ -378,8 +300,41 @@ class PerReplicaPart:
             self._add_exchange("all_gather", eqn.invars[index], eqn, loop=eqn)
         for result in sums:
             self._add_exchange("reduce_scatter", result, eqn, loop=eqn)
-        self._gather(eqn, (a for i, a in enumerate(eqn.invars) if i not in layers))
-        return evaluate_loop(eqn, layers, sums)
+        function = core.jaxpr_as_fun(eqn.params["jaxpr"])
+        outvars = list(eqn.outvars)
+        # By the index of the output.
+        summed = {outvars.index(each.stacked): result for result, each in sums.items()}
+        names = ("length", "reverse", "unroll", "_split_transpose")
+        options = {name: eqn.params[name] for name in names if name in eqn.params}
+
+        def scattered(values: ReplicaValues, array: jax.Array, result: Var) -> Leaf:
+            for dtype in sums[result].dtypes:
+                array = lax.convert_element_type(array, dtype)
+            dimension = sums[result].dimension - 1
+            return values.reduce_scatter(array, dimension, result, in_loop=True)
+
+        def looped(values: ReplicaValues, operands: list[Leaf]) -> list[Leaf]:
+            def body(carry: list[Leaf], layer: list[Leaf]) -> tuple[Any, list[Leaf]]:
+                whole = [
+                    values.all_gather(x, layers[i] - 1, eqn.invars[i], in_loop=True)
+                    if i in layers
+                    else x
+                    for i, x in enumerate(layer, start=first)
+                ]
+                results = function(*operands[:n_consts], *carry, *whole)
+                stacked = [
+                    scattered(values, x, summed[i]) if i in summed else x
+                    for i, x in enumerate(results[n_carry:], start=n_carry)
+                ]
+                return results[:n_carry], stacked
+
+            carry, stacked = lax.scan(
+                body, operands[n_consts:first], operands[first:], **options
+            )
+            return [*carry, *stacked]
+
+        results = [summed.get(i, var) for i, var in enumerate(outvars)]
+        return self._evaluation(eqn, layers, looped, results)
 
     def _sum(self, eqn: Equation) -> Evaluation:
         reduce_scatters = self._reduce_scatters
@@ -423,6 +378,13 @@ class PerReplicaPart:
         self, kind: str, var: Atom, before: Equation, loop: Equation | None = None
     ) -> None:
         self.exchanges.append(Exchange(kind, var, var.aval, loop, before))
+
+
+def _is_rematerialization(eqn: Equation) -> bool:
+    params = eqn.params
+    is_remat = eqn.primitive.name == "remat2" and params.get("differentiated")
+    has_refs = any(isinstance(atom.aval, AbstractRef) for atom in eqn.invars)
+    return bool(is_remat and params.get("prevent_cse") and not has_refs)
 
 
 def _part_of_sum(update: Equation, result: Var, values: ReplicaValues) -> jax.Array:
