@@ -108,6 +108,17 @@ def closed_jaxprs(value: object) -> Iterator[ClosedJaxpr]:
                 yield from closed_jaxprs(item)
 
 
+_CALLS = ("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call")
+
+
+def callee(eqn: Equation) -> ClosedJaxpr | None:
+    """The function that an equation only calls, once; None of other equations."""
+    if eqn.primitive.name not in _CALLS:
+        return None
+    keys = ("jaxpr", "call_jaxpr")
+    return next(eqn.params[key] for key in keys if key in eqn.params)
+
+
 def variables(atoms: Iterable[Atom]) -> Iterator[Var]:
     """The atoms without literals."""
     return (x for x in atoms if not isinstance(x, core.Literal | core.DropVar))
@@ -273,9 +284,6 @@ Rule: TypeAlias = Callable[[Equation], Function | None]
 The function returns a sequence of results. Inner jaxprs are already rewritten.
 """
 
-RuleAt: TypeAlias = Callable[[Equation, Rule], Rule]
-"""Changes the current rule for an equation and its inner jaxprs."""
-
 Grouped: TypeAlias = Callable[[Sequence[Equation]], Sequence[Equation]]
 """Changes the equations of a jaxpr before they are rewritten."""
 
@@ -285,7 +293,6 @@ def rewritten(
     rule: Rule,
     axis_sizes: Sequence[tuple[str, int]] = (),
     operands: Rule = lambda _: None,
-    rule_at: RuleAt = lambda _, rule: rule,
     grouped: Grouped = lambda eqns: eqns,
 ) -> Jaxpr:
     """Rewrites `jaxpr` and inner jaxprs by a rule.
@@ -293,19 +300,43 @@ def rewritten(
     Args:
       operands: replaces the operands of an equation by functions of them.
     """
-    return _Rewriter(rule, axis_sizes, operands, rule_at, grouped).of_jaxpr(jaxpr)
+    # An inner jaxpr may be in several equations.
+    done: dict[int, tuple[Jaxpr, Jaxpr]] = {}
+
+    def of_jaxpr(jaxpr: Any) -> Jaxpr:
+        if id(jaxpr) not in done:
+            eqns = [new for eqn in grouped(jaxpr.eqns) for new in of_equation(eqn)]
+            effects = frozenset[Any](jaxpr.effects).union(*(e.effects for e in eqns))
+            is_same = len(eqns) == len(jaxpr.eqns) and all(
+                new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)
+            )
+            new = jaxpr if is_same else jaxpr.replace(eqns=eqns, effects=effects)
+            done[id(jaxpr)] = jaxpr, new
+        return done[id(jaxpr)][1]
+
+    def of_equation(eqn: Any) -> list[Equation]:
+        if eqn.primitive.name == "shard_map":
+            return [eqn]  # its collectives are those of devices
+        new = with_inner(eqn, of_jaxpr)
+        if (function := operands(new)) is not None:
+            # The equation with what the function makes of its operands.
+            fresh = [core.Var(atom.aval) for atom in new.invars]
+            eqns = _equations_of(function, new.replace(outvars=fresh), axis_sizes)
+            return [*eqns, new.replace(invars=list(fresh))]
+        function = rule(new)
+        return [new] if function is None else _equations_of(function, new, axis_sizes)
+
+    return of_jaxpr(jaxpr)
 
 
-def rewritten_function(
-    fn: Function, rule: Rule, rule_at: RuleAt = lambda _, rule: rule
-) -> Function:
+def rewritten_function(fn: Function, rule: Rule) -> Function:
     """`fn` with its equations rewritten; call it where its axis names are bound."""
 
     def called(*args: Leaf) -> PyTree:
         made, results = jax.make_jaxpr(fn, return_shape=True)(*args)
         jaxpr: Any = made.jaxpr
         whole = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-        evaluate = core.jaxpr_as_fun(closed(rewritten(whole, rule, rule_at=rule_at)))
+        evaluate = core.jaxpr_as_fun(closed(rewritten(whole, rule)))
         arrays = evaluate(*made.consts, *args)
         return jax.tree.unflatten(jax.tree.structure(results), arrays)
 
@@ -359,95 +390,41 @@ def _alone(eqn: Equation, axes: set[str]) -> Function | None:
     return own
 
 
-@final
-class _Rewriter:
-    def __init__(
-        self,
-        rule: Rule,
-        axis_sizes: Sequence[tuple[str, int]],
-        operands: Rule,
-        rule_at: RuleAt,
-        grouped: Grouped,
-    ) -> None:
-        self._rule = rule
-        self._operands = operands
-        self._rule_at = rule_at
-        self._grouped = grouped
-        self._axis_sizes = list(axis_sizes)
-        self._by_rule: dict[Rule, _Rewriter] = {rule: self}
-        # An inner jaxpr may be in several equations.
-        self._done: dict[int, tuple[Jaxpr, Jaxpr]] = {}
+def with_inner(eqn: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
+    """An equation with its inner jaxprs changed."""
+    params = {key: with_jaxprs(value, change) for key, value in eqn.params.items()}
+    if all(params[key] is value for key, value in eqn.params.items()):
+        return eqn
+    inner = (each.effects for each in params.values() if hasattr(each, "effects"))
+    # Axis names are effects, which JAX expects of inner jaxprs, too.
+    effects = frozenset[Any](eqn.effects).union(
+        effect for some in inner for effect in some if hasattr(effect, "name")
+    )
+    return eqn.replace(params=params, effects=effects)
 
-    def of_jaxpr(self, jaxpr: Any) -> Jaxpr:
-        if id(jaxpr) not in self._done:
-            grouped = self._grouped(jaxpr.eqns)
-            eqns = [new for eqn in grouped for new in self._of_equation(eqn)]
-            effects = frozenset[Any](jaxpr.effects).union(*(e.effects for e in eqns))
-            is_same = len(eqns) == len(jaxpr.eqns) and all(
-                new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)
-            )
-            new = jaxpr if is_same else jaxpr.replace(eqns=eqns, effects=effects)
-            self._done[id(jaxpr)] = jaxpr, new
-        return self._done[id(jaxpr)][1]
 
-    def _of_equation(self, eqn: Any) -> list[Equation]:
-        if eqn.primitive.name == "shard_map":
-            return [eqn]  # its collectives are those of devices
-        return self._with_rule(self._rule_at(eqn, self._rule))._replaced(eqn)
+def _equations_of(
+    function: Function, eqn: Any, axis_sizes: Sequence[tuple[str, int]]
+) -> list[Equation]:
+    """The equations of a function that replaces `eqn`."""
+    types = [type_of(atom) for atom in eqn.invars]
+    refs = references(eqn)
 
-    def _with_rule(self, rule: Rule) -> _Rewriter:
-        """The same rewriter with another rule."""
-        if rule not in self._by_rule:
-            other = _Rewriter(
-                rule, self._axis_sizes, self._operands, self._rule_at, self._grouped
-            )
-            other._by_rule = self._by_rule
-            self._by_rule[rule] = other
-        return self._by_rule[rule]
+    def called(*operands: jax.Array, function: Function = function) -> list[Any]:
+        new = {i: jax.new_ref(operands[i]) for i in refs}
+        return list(function(*(new.get(i, x) for i, x in enumerate(operands))))
 
-    def _replaced(self, eqn: Any) -> list[Equation]:
-        new = self._with_inner_rewritten(eqn)
-        if (operands := self._operands(new)) is not None:
-            # The equation with what the function makes of its operands.
-            fresh = [core.Var(atom.aval) for atom in new.invars]
-            eqns = self._equations_of(operands, new.replace(outvars=fresh))
-            return [*eqns, new.replace(invars=list(fresh))]
-        function = self._rule(new)
-        return [new] if function is None else self._equations_of(function, new)
-
-    def _with_inner_rewritten(self, eqn: Any) -> Any:
-        params = {
-            key: with_jaxprs(value, self.of_jaxpr) for key, value in eqn.params.items()
-        }
-        if all(params[key] is value for key, value in eqn.params.items()):
-            return eqn
-        inner = (each.effects for each in params.values() if hasattr(each, "effects"))
-        # Axis names are effects, which JAX expects of inner jaxprs, too.
-        effects = frozenset[Any](eqn.effects).union(
-            effect for some in inner for effect in some if hasattr(effect, "name")
-        )
-        return eqn.replace(params=params, effects=effects)
-
-    def _equations_of(self, function: Function, eqn: Any) -> list[Equation]:
-        """The equations of a function that replaces `eqn`."""
-        types = [type_of(atom) for atom in eqn.invars]
-        refs = references(eqn)
-
-        def called(*operands: jax.Array, function: Function = function) -> list[Any]:
-            new = {i: jax.new_ref(operands[i]) for i in refs}
-            return list(function(*(new.get(i, x) for i, x in enumerate(operands))))
-
-        made: Any = jax.make_jaxpr(called, axis_env=self._axis_sizes)(*types)
-        if made.consts:
-            # Constants inside a jitted function need no inputs of the jaxpr here.
-            wrapped = functools.partial(called, function=jax.jit(function))
-            made = jax.make_jaxpr(wrapped, axis_env=self._axis_sizes)(*types)
-        names: dict[Atom, Atom] = dict(zip(made.jaxpr.invars, eqn.invars, strict=True))
-        # Without the creation of references, which exist already.
-        eqns = made.jaxpr.eqns[len(refs) :]
-        for each in made.jaxpr.eqns[: len(refs)]:
-            names[each.outvars[0]] = names[each.invars[0]]
-        return _renamed(eqns, made.jaxpr.outvars, names, eqn)
+    made: Any = jax.make_jaxpr(called, axis_env=axis_sizes)(*types)
+    if made.consts:
+        # Constants inside a jitted function need no inputs of the jaxpr here.
+        wrapped = functools.partial(called, function=jax.jit(function))
+        made = jax.make_jaxpr(wrapped, axis_env=axis_sizes)(*types)
+    names: dict[Atom, Atom] = dict(zip(made.jaxpr.invars, eqn.invars, strict=True))
+    # Without the creation of references, which exist already.
+    eqns = made.jaxpr.eqns[len(refs) :]
+    for each in made.jaxpr.eqns[: len(refs)]:
+        names[each.outvars[0]] = names[each.invars[0]]
+    return _renamed(eqns, made.jaxpr.outvars, names, eqn)
 
 
 def _renamed(

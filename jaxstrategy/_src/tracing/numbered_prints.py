@@ -16,10 +16,10 @@ from jaxstrategy._src.replicas.replicas import LayoutOrDimension, Replicas
 from jaxstrategy._src.tracing.jaxprs import (
     Equation,
     Jaxpr,
-    Rule,
     all_eqns,
     rewritten,
     rewritten_function,
+    with_inner,
 )
 from jaxstrategy._src.values.arrays import Function, PyTree
 
@@ -119,33 +119,25 @@ def with_numbers(jaxpr: Jaxpr, replicas: Replicas) -> Jaxpr:
     return rewritten(with_merges(jaxpr), _Prints(replicas).replacement)
 
 
-def with_merges(jaxpr: Jaxpr) -> Jaxpr:
-    """Marks the prints in a `merge_call`."""
-    return rewritten(jaxpr, _keep, rule_at=_rule_at)
+def with_merges(jaxpr: Any, is_merged: bool = False) -> Jaxpr:
+    """Marks the prints in a `merge_call`, by the innermost of their scopes."""
+
+    def marked(eqn: Any) -> Equation:
+        scopes = str(eqn.source_info.name_stack)
+        merge, each = scopes.rfind(MERGE_SCOPE), scopes.rfind(REPLICA_SCOPE)
+        # In neither: an inner jaxpr has no outer scopes.
+        inside = is_merged if merge == each else merge > each
+        if inside and eqn.primitive.name == "debug_print":
+            params = {**eqn.params, "fmt": OneText(eqn.params["fmt"])}
+            return eqn.replace(params=params)
+        return with_inner(eqn, lambda inner: with_merges(inner, inside))
+
+    return jaxpr.replace(eqns=list(map(marked, jaxpr.eqns)))
 
 
 def with_numbered_prints(fn: Function, replicas: Replicas) -> Function:
     """As `with_numbers`, for a function whose prints `with_merges` has marked."""
     return rewritten_function(fn, _Prints(replicas).replacement)
-
-
-def _rule_at(eqn: Equation, rule: Rule) -> Rule:
-    """The rule for an equation, by the innermost of its scopes."""
-    scopes = str(eqn.source_info.name_stack)
-    merge, each = scopes.rfind(MERGE_SCOPE), scopes.rfind(REPLICA_SCOPE)
-    if merge == each:  # in neither; an inner jaxpr has no outer scopes
-        return rule
-    return _mark if merge > each else _keep
-
-
-def _keep(eqn: Equation) -> Function | None:
-    return None
-
-
-def _mark(eqn: Equation) -> Function | None:
-    if eqn.primitive.name != "debug_print":
-        return None
-    return _with(eqn, fmt=OneText(eqn.params["fmt"]))
 
 
 def _changed(replicas: Replicas) -> Sequence[str]:

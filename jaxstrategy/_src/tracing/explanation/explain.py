@@ -336,7 +336,7 @@ def _label(
 def _why_gathered(partitioned: PartitionedStep, exchange: Exchange) -> str:
     if exchange.loop is not None:
         return "in the turns of the loop over its layers"
-    if exchange.before.primitive.name in ("checkpoint", "remat", "remat2"):
+    if exchange.before.primitive.name == "remat2":
         return "again, for what is computed a second time"
     for eqn in partitioned.partition.per_replica:
         is_loop = eqn.primitive.name == "scan"

@@ -21,6 +21,7 @@ from jaxstrategy._src.tracing.jaxprs import (
     Equation,
     Jaxpr,
     Var,
+    callee,
     closed_jaxprs,
     effect_of,
     origins_of,
@@ -119,17 +120,6 @@ _ELEMENTWISE = frozenset(
 _OF_ANY_OPERAND = _ELEMENTWISE | {"concatenate", "sort"}
 
 
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
-
-
 @final
 @dataclasses.dataclass(frozen=True)
 class GlobalExchange:
@@ -189,8 +179,8 @@ class GlobalPart:
         self, eqn: Equation, operands: list[Dimension], holders: tuple[Equation, ...]
     ) -> list[Dimension]:
         inner = (eqn, *holders)
-        if (key := _CALLS.get(eqn.primitive.name)) is not None:
-            return self._called(plain(eqn.params[key]), operands, inner)
+        if (called := callee(eqn)) is not None:
+            return self._called(plain(called), operands, inner)
         if eqn.primitive.name == "cond":
             branches = eqn.params["branches"]
             each = [self._called(plain(b), operands[1:], inner) for b in branches]

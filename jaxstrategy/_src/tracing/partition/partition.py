@@ -38,7 +38,7 @@ _Names: TypeAlias = dict[Var, Atom]
 # They call a function once, and do nothing else. Functions with rules for derivatives
 # are not inlined: the program may be differentiated. Nor is `checkpoint`, which keeps
 # XLA from merging what is computed twice on purpose.
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
+_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr"}
 
 
 @final
@@ -199,7 +199,7 @@ _SHAPES = frozenset(("reshape", "transpose", "squeeze", "broadcast_in_dim"))
 
 def shard_function(eqn: Equation) -> ShardFunction | None:
     """The function that an equation calls, if it can be computed from shards."""
-    if eqn.primitive.name not in ("jit", "pjit"):
+    if eqn.primitive.name != "jit":
         return None
     operands = [atom.aval for atom in eqn.invars]
     results = [var.aval for var in eqn.outvars]

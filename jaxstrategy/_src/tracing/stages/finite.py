@@ -26,6 +26,7 @@ from jaxstrategy._src.tracing.jaxprs import (
     Atom,
     ClosedJaxpr,
     Equation,
+    callee,
     is_along,
     plain,
 )
@@ -34,10 +35,6 @@ from jaxstrategy._src.tracing.replication.types import Site
 from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
 from jaxstrategy._src.values.arrays import Value
 
-_INLINED = frozenset(
-    ("jit", "pjit", "closed_call", "core_call", "remat2", "remat", "checkpoint")
-)
-_INLINED |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 # They make no NaN: bits are kept, and references are checked when they are written.
 _MOVES = frozenset(("bitcast_convert_type", "get", "swap", "addupdate"))
 
@@ -213,12 +210,7 @@ class _Evaluation:
 
     def _outputs(self, eqn: Equation, operands: list[Value]) -> Sequence[jax.Array]:
         name = eqn.primitive.name
-        if name in _INLINED:
-            inner = next(
-                eqn.params[key]
-                for key in ("jaxpr", "call_jaxpr", "fun_jaxpr")
-                if key in eqn.params
-            )
+        if (inner := callee(eqn)) is not None:
             inlined = self._inside(eqn)
             inlined._seen = self._seen
             outputs = inlined.run(inner, operands)

@@ -43,7 +43,7 @@ from jaxstrategy._src.tracing.jaxprs import (
     rewritten,
     rewritten_function,
     type_of,
-    with_jaxprs,
+    with_inner,
     with_values,
     without_collectives,
 )
@@ -249,7 +249,6 @@ def _without_custom_vmap(eqn: Equation, axes: VmappedAxes) -> Function | None:
 _CALLS = {
     "custom_jvp_call": _forward,
     "custom_vjp_call": _backward,
-    "custom_vjp_call_jaxpr": _backward,
     "custom_vmap_call": _without_custom_vmap,
 }
 
@@ -490,11 +489,7 @@ def _in_turn(jaxpr: Jaxpr, axes: Sequence[str]) -> Jaxpr:
         if isinstance(each, Run):
             eqns += _call_in_turn(each)
             continue
-        params = {
-            name: with_jaxprs(value, lambda inner: _in_turn(inner, axes))
-            for name, value in each.params.items()
-        }
-        eqns.append(each.replace(params=params))
+        eqns.append(with_inner(each, lambda inner: _in_turn(inner, axes)))
     whole: Any = jaxpr
     effects = frozenset[Any](jaxpr.effects).union(*(eqn.effects for eqn in eqns))
     return whole.replace(eqns=eqns, effects=effects)
