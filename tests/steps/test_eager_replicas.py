@@ -384,11 +384,11 @@ def test_a_nan_is_told_where_it_arises(two):
 def test_a_merge_function_may_refer_to_what_is_equal(two):
     w = two.mirror(2.0)
 
-    def step(x, w):
+    def step(x, w, model):
         double = {"of w": [2 * w], "name": "w"}
 
         def scaled(x, by=w):
-            return x * double["of w"][0] * by
+            return x * double["of w"][0] * by * model.scale[...][0]
 
         def merge(strategy, x):
             return scaled(strategy.reduce("sum", x))
@@ -404,7 +404,7 @@ def test_a_merge_function_may_refer_to_what_is_equal(two):
         "model": lambda x: (lambda model: lambda s: model.total[...])(counter()),
     }
     with js.experimental.eager_replicas():
-        total, own = two.run(step, (x, w))
+        total, own = two.run(step, (x, w, nnx.LayerNorm(1, rngs=nnx.Rngs(0))))
         assert float(total) == 24 and [float(each) for each in own.values] == [5, 6]
         for name, merge_fn in differ.items():
             text = re.escape(f"refers to `{name}`, which differs between")

@@ -64,6 +64,7 @@ from jaxstrategy._src.values import (
 from jaxstrategy._src.values.arrays import Arguments, Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import Handle, PerReplica
 from jaxstrategy._src.values.slices import Versions
+from jaxstrategy._src.values.trees import is_nnx_node
 from jaxstrategy._src.variables import access
 from jaxstrategy._src.variables.access import StepVariables
 from jaxstrategy._src.variables.kinds import on_host
@@ -415,7 +416,8 @@ class EagerCall:
         if all(each is first or each == first for each in functions):
             return first
         found = list(map(rebinding.references, functions))
-        if (label := _difference(found)) == "captured":  # the code itself
+        wholes: list[object] = []
+        if (label := _difference(found, wholes)) == "captured":  # the code itself
             raise ValueError(
                 f"The replicas of `{self._name}` called `merge_call` with different "
                 f"functions for {what}, which is called once for all. Give the same "
@@ -430,9 +432,8 @@ class EagerCall:
                 f"argument, `merge_call(merge_fn, args=({name},))`, which arrives as a "
                 "PerReplica."
             )
-        arrays = found[0].arrays
-        mirrored = {label: self._mirrored(array) for label, array in arrays.items()}
-        rebindings = rebinding.FunctionRebindings(first, mirrored)
+        of_all = {id(whole): jax.tree.map(self._mirrored, whole) for whole in wholes}
+        rebindings = rebinding.FunctionRebindings(first, of_all)
         rebindings.set()
         blocks.callback(rebindings.take_back)
         return rebindings.function
@@ -657,22 +658,37 @@ def _collective_step(
     return collective(cast(Reduction, strategy._reduction), arrays)
 
 
-def _difference(found: Sequence[References]) -> str | None:
-    """The first value that functions of the replicas do not have in common."""
+def _difference(found: Sequence[References], wholes: list[object]) -> str | None:
+    """The first value that the replicas' functions do not have in common.
+
+    `wholes` gets the arrays and objects of the first to give it those of all replicas.
+    """
     first = found[0]
+    captured = {id(x) for x in (*first.arrays.values(), *first.objects.values())}
     keys = zip(*(each.key for each in found), strict=False)
-    for node, tokens in zip(first.nodes, keys, strict=False):
-        if any(token != tokens[0] for token in tokens):
-            return node.label
-    for label, value in first.objects.items():
-        if any(each.objects[label] is not value for each in found):
-            return label
-    for label in first.arrays:
-        column = [each.arrays[label] for each in found]
-        is_traced = any(isinstance(array, Tracer) for array in column)
-        if is_traced or len(set(map(_digest, column))) > 1:
+    for index, tokens in enumerate(keys):
+        label, _, value, _ = first.nodes[index]
+        values = [each.nodes[index].value for each in found]
+        is_same = all(other is value for other in values)
+        if all(isinstance(x, jax.Array) or is_nnx_node(x) for x in values):
+            if not is_same and not _are_equal(values):
+                return label
+            if not is_same or id(value) in captured:
+                wholes.append(value)
+        elif any(token != tokens[0] for token in tokens):
             return label
     return None
+
+
+def _are_equal(trees: Sequence[PyTree]) -> bool:
+    """Whether arrays, or objects of Flax NNX, are equal bit by bit."""
+    leaves, structures = zip(*map(jax.tree.flatten, trees), strict=True)
+    arrays = [array for each in leaves for array in each]
+    if any(isinstance(x, Tracer) or _arrays.is_deleted(x) for x in arrays):
+        return False
+    digests = [list(map(_leaf_digest, each)) for each in leaves]
+    pairs = list(zip(digests, structures, strict=True))
+    return all(pair == pairs[0] for pair in pairs)
 
 
 def _with_weak_type(array: jax.Array, is_weak: bool) -> jax.Array:

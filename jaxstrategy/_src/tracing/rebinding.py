@@ -187,12 +187,12 @@ def rebound(fn: Function, replaced: Mapping[str, object]) -> Iterator[Function]:
         return
     if (eager := context.current().eager) is not None:
         # Other threads of this step wait meanwhile, and may ask for the lock.
-        rebindings = FunctionRebindings(fn, replaced)
+        rebindings = _rebindings(fn, replaced)
         with eager.rebinding(rebindings):
             yield rebindings.function
         return
     with rebinding_lock:
-        rebindings = FunctionRebindings(fn, replaced)
+        rebindings = _rebindings(fn, replaced)
         try:
             rebindings.set()
             yield rebindings.function
@@ -200,15 +200,19 @@ def rebound(fn: Function, replaced: Mapping[str, object]) -> Iterator[Function]:
             rebindings.take_back()
 
 
+def _rebindings(fn: Function, replaced: Mapping[str, object]) -> FunctionRebindings:
+    labelled = references(fn)  # as when the values were taken
+    known = {**labelled.objects, **labelled.arrays}
+    return FunctionRebindings(fn, {id(known[k]): new for k, new in replaced.items()})
+
+
 @final
 class FunctionRebindings:
-    """Substitutes for values that a function captures, while it is traced."""
+    """Substitutes, by `id`, for values that a function captures, while it is traced."""
 
-    def __init__(self, fn: Function, replaced: Mapping[str, object]) -> None:
-        labelled = references(fn)  # as when the values were taken
-        known = {**labelled.objects, **labelled.arrays}
+    def __init__(self, fn: Function, substitutes: Mapping[int, object]) -> None:
         self._references = References(fn, with_key=False)
-        self._substitutes = {id(known[label]): new for label, new in replaced.items()}
+        self._substitutes = substitutes
         self.function: Function = substituted(self._references.root, self._substitutes)
         # Each binding with its original value and the substitute.
         self._rebound: list[tuple[Binding, object, object]] | None = None
