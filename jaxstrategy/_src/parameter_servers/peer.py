@@ -495,8 +495,7 @@ class SessionHost:
 
     def listen(self, address: str, secret: Secret | None = None) -> None:
         """Serve those who connect, in threads."""
-        self._listener = Listener(address, secret)
-        self._listener.start(self._serve)
+        self._listener = Listener(address, secret, self._serve)
 
     def close(self) -> None:
         """Listen no more, and drop everything."""

@@ -485,10 +485,14 @@ class Listener:
       address: `host:port`; or, without a secret, the path of a socket in a folder that
         only this user can enter.
       secret: of the job.
+      take: called with the stream of each that connects, in its own thread.
     """
 
-    def __init__(self, address: str, secret: Secret | None = None) -> None:
+    def __init__(
+        self, address: str, secret: Secret | None, take: Callable[[Stream], None]
+    ) -> None:
         self._secret = secret
+        self._take = take
         if secret is None:
             self._sock = socket.socket(socket.AF_UNIX)
             self._sock.bind(address)
@@ -499,28 +503,23 @@ class Listener:
             family, *_, where = found[0]
             self._sock = socket.create_server(where, family=family)
         self._lock = threading.Lock()
-        self._threads: dict[threading.Thread, socket.socket] = {}
+        # Whose other ends have not proved themselves.
+        self._strangers: list[socket.socket] = []
         self._is_closed = False
-
-    def start(self, take: Callable[[Stream], None]) -> None:
-        """Call a function with the stream of each that connects, in its own thread."""
-        self._in_thread(self._sock, lambda: self._accept(take))
+        self._thread = self._new_thread(self._accept)
+        self._thread.start()
 
     def close(self) -> None:
         """Listen no more; streams that were made stay. Once is enough."""
         with self._lock:
-            if self._is_closed:
-                return
             self._is_closed = True
-            left = dict(self._threads)
-        for sock in (self._sock, *left.values()):
+            waited_for = [self._sock, *self._strangers]
+        for sock in waited_for:
             _shut(sock)  # wakes who waits for it
-        for thread in left:
-            if thread is not threading.current_thread():
-                thread.join()
+        self._thread.join()
         self._sock.close()
 
-    def _accept(self, take: Callable[[Stream], None]) -> None:
+    def _accept(self) -> None:
         while True:
             try:
                 sock, _ = self._sock.accept()
@@ -530,12 +529,16 @@ class Listener:
                 time.sleep(_PAUSE)
                 continue
             with self._lock:
-                strangers = list(self._threads.values())[1:]  # and the own socket
-            if len(strangers) > _MOST_STRANGERS:
-                _shut(strangers[0])  # who came first
-            self._in_thread(sock, functools.partial(self._welcome, sock, take))
+                if self._is_closed:
+                    sock.close()
+                    return
+                self._strangers.append(sock)
+                if len(self._strangers) > _MOST_STRANGERS:
+                    _shut(self._strangers[0])  # who came first
+            if not started(self._new_thread(self._welcome, sock)):
+                sock.close()
 
-    def _welcome(self, sock: socket.socket, take: Callable[[Stream], None]) -> None:
+    def _welcome(self, sock: socket.socket) -> None:
         try:
             if self._secret is None:
                 stream = Stream(sock)
@@ -545,25 +548,14 @@ class Listener:
         except (EOFError, OSError, ValueError):
             sock.close()
             return
-        with self._lock:
-            # `close` must not end what is no stranger's any more, nor wait for it.
-            del self._threads[threading.current_thread()]
-        take(stream)
+        finally:
+            with self._lock:
+                self._strangers.remove(sock)
+        self._take(stream)
 
-    def _in_thread(self, sock: socket.socket, work: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                work()
-            finally:
-                with self._lock:
-                    self._threads.pop(threading.current_thread(), None)
-
-        thread = threading.Thread(target=run, name="jaxstrategy listener", daemon=True)
-        with self._lock:
-            if self._is_closed or not started(thread):
-                sock.close()
-            else:
-                self._threads[thread] = sock
+    def _new_thread(self, work: Callable[..., None], *args: object) -> threading.Thread:
+        name = "jaxstrategy listener"
+        return threading.Thread(target=work, args=args, name=name, daemon=True)
 
 
 def dialled(
