@@ -131,8 +131,16 @@ class RealRows:
 class StepMasks:
     """The masks of one call's batches, and how its trace used them."""
 
-    def __init__(self, batches: Sequence[BatchArray]) -> None:
+    def __init__(
+        self,
+        batches: Sequence[BatchArray] = (),
+        parts: int = 1,  # that each batch is divided into
+        part: ArrayLike = 0,  # on which the code that asks works
+        of: StepMasks | None = None,  # of which this is a part
+    ) -> None:
         self._batches = batches
+        self.parts, self.part = parts, part
+        self.whole = self if of is None else of
         self.asked = False  # whether the step handles padded rows
         self.gathered = False  # whether it gathers padded rows
         # The places of masks that equally many rows may belong to.
@@ -151,18 +159,19 @@ class StepMasks:
         known = set(map(id, arrays))
         return [batch for batch in self._batches if id(batch.array) not in known]
 
-    def fit(self, rows: int, parts: int) -> bool:
-        """Whether a batch has so many rows in each of its parts."""
-        return any(batch.mask.shape[1] == rows * parts for batch in self._batches)
+    def fits(self, array: jax.Array) -> bool:
+        """Whether a batch has as many rows, in each of its parts."""
+        return any(
+            batch.mask.shape[1] == array.shape[0] * self.parts
+            for batch in self._batches
+        )
 
-    def find(
-        self, array: jax.Array, parts: int, part: ArrayLike, asks: bool = True
-    ) -> RealRows | None:
+    def find(self, array: jax.Array, asks: bool = True) -> RealRows | None:
         """The real rows of `array`, `[rows, ...]`; None if no batch has a mask."""
         if not self._batches:
             return None
         context.check_unstaged("The mask of a batch")
-        rows = array.shape[0]
+        rows, parts = array.shape[0], self.parts
         batch = self.of(array)
         matching = [b for b in self._batches if b.mask.shape[1] == rows * parts]
         if batch is not None:
@@ -175,36 +184,21 @@ class StepMasks:
                 "known which of its rows are real. Pass `mask=`, made from "
                 "`batch_mask(array)` of an array of the batch."
             )
-        self.asked |= asks
+        self.whole.asked |= asks
         if len(matching) > 1:
-            self.ambiguous.add(tuple(batch.place for batch in matching))
-        whole = matching[0].mask
-        replicas = whole.shape[0]
+            self.whole.ambiguous.add(tuple(batch.place for batch in matching))
+        mask = matching[0].mask
+        replicas, real = mask.shape[0], jnp.maximum(jnp.sum(mask), 1)
         strategy = context.current().strategy
         assert strategy is not None, "only steps have masks"
-        mask = whole[context.replica_index(strategy)]
-        mask = jax.lax.dynamic_slice_in_dim(mask, part * rows, rows)
-        real = jnp.maximum(jnp.sum(whole), 1)
-        return RealRows(mask, replicas * parts / real.astype(jnp.float32))
-
-
-@dataclasses.dataclass(frozen=True)
-class CurrentMasks:
-    """The masks of the step that is traced, and the part of the batch it works on."""
-
-    masks: StepMasks
-    parts: int = 1
-    part: ArrayLike = 0
-
-    def find(self, array: jax.Array, asks: bool = True) -> RealRows | None:
-        return self.masks.find(array, self.parts, self.part, asks)
-
-    def fits(self, array: jax.Array) -> bool:
-        return self.masks.fit(array.shape[0], self.parts)
+        own = mask[context.replica_index(strategy)]
+        own = jax.lax.dynamic_slice_in_dim(own, self.part * rows, rows)
+        return RealRows(own, replicas * parts / real.astype(jnp.float32))
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        if not self.masks.any:
+        """A `with` block in which a step is traced with these masks."""
+        if not self.any:
             with context.entered(batches=self):
                 yield
             return
@@ -217,69 +211,53 @@ class CurrentMasks:
             context.forget_jitted()
 
 
-def current() -> CurrentMasks | None:
-    """The masks of the step that is traced; None outside of steps."""
-    return cast("CurrentMasks | None", context.current().batches)
+_NONE = StepMasks()
+
+
+def current() -> StepMasks:
+    """The masks of the step that is traced; none outside of steps."""
+    found = cast("StepMasks | None", context.current().batches)
+    return _NONE if found is None else found
 
 
 def tracing_with(masks: StepMasks) -> contextlib.AbstractContextManager[object]:
     """Enters the trace of a step with these masks."""
-    now = current()
-    return (CurrentMasks(masks) if masks.any or now is None else now).entered()
+    is_first = context.current().batches is None
+    return (masks if masks.any or is_first else current()).entered()
 
 
 def part(index: ArrayLike, parts: int) -> contextlib.AbstractContextManager[object]:
     """Enters code that works on part `index` of so many of a batch."""
-    now = current()
-    if now is None:
+    if (now := current()) is _NONE:
         return contextlib.nullcontext()
     # Parts may be divided again.
-    return CurrentMasks(
-        now.masks, now.parts * parts, now.part * parts + index
-    ).entered()
-
-
-def real_rows(array: jax.Array) -> RealRows | None:
-    """The real rows of `array`, if there are masks."""
-    now = current()
-    return None if now is None else now.find(array)
+    own = now.part * parts + index
+    return StepMasks(now._batches, now.parts * parts, own, now.whole).entered()
 
 
 def known_rows(array: jax.Array) -> jax.Array | None:
     """The mask of the rows of `array`, if a batch of the step has as many."""
     now = current()
-    if now is None or not now.fits(array):
-        return None
-    found = now.find(array, asks=False)
+    found = now.find(array, asks=False) if now.fits(array) else None
     return None if found is None else found.mask
-
-
-def fits(array: jax.Array) -> bool:
-    """Whether a batch of the step has as many rows as `array`."""
-    now = current()
-    return now is not None and now.fits(array)
 
 
 def mask_of_argument(array: jax.Array) -> jax.Array | None:
     """The mask of the rows of `array`, if it is an argument of the step."""
     now = current()
-    if now is None or now.masks.of(array) is None:
-        return None
-    found = now.find(array)
+    found = None if now.of(array) is None else now.find(array)
     return None if found is None else found.mask
 
 
 def ignores_padding() -> None:
     """Note that the step has a result for each row, so that padded ones do no harm."""
-    if (now := current()) is not None:
-        now.masks.asked = True
+    current().whole.asked = True
 
 
 def keeps_padding(arrays: Sequence[jax.Array]) -> None:
     """Note that the step gathers these arrays, padded rows included."""
     now = current()
-    if now is not None and any(now.masks.of(array) for array in arrays):
-        now.masks.gathered = True
+    now.whole.gathered |= any(now.of(array) for array in arrays)
 
 
 @final
@@ -287,8 +265,7 @@ class LoopMasks:
     """The masks of the batches of several steps that are traced as one loop."""
 
     def __init__(self, columns: Sequence[Sequence[jax.Array]]) -> None:
-        self._current = current() or CurrentMasks(StepMasks(()))
-        self._outer = self._current.masks
+        self._outer = current()
         self._others = self._outer.others([a for column in columns for a in column])
         self._places: dict[int, list[int | None]] = {}
         self.masks: dict[int, jax.Array] = {}
@@ -307,15 +284,16 @@ class LoopMasks:
     ) -> Iterator[None]:
         """Enters the trace of a step with these arrays and masks."""
         local = [BatchArray(arrays[n], mask, _place(n)) for n, mask in masks.items()]
-        batches = StepMasks([*local, *self._others])
+        outer = self._outer
+        batches = StepMasks([*local, *self._others], outer.parts, outer.part)
         try:
-            with dataclasses.replace(self._current, masks=batches).entered():
+            with batches.entered():
                 yield
         finally:
-            self._outer.asked |= batches.asked
-            self._outer.gathered |= batches.gathered
+            outer.whole.asked |= batches.asked
+            outer.whole.gathered |= batches.gathered
             for places in batches.ambiguous:
-                self._outer.ambiguous |= self._in_each_step(places)
+                outer.whole.ambiguous |= self._in_each_step(places)
 
     def _in_each_step(self, places: tuple[int, ...]) -> set[tuple[int, ...]]:
         """The places in the call of masks that are ambiguous in a step."""
@@ -366,7 +344,7 @@ def batch_mask(array: jax.Array) -> jax.Array:
     (Array([ True,  True], dtype=bool), Array([ True, False], dtype=bool))
     """
     rows = _rows(array, "batch_mask")
-    known = real_rows(array)
+    known = current().find(array)
     return jnp.ones(rows, bool) if known is None else known.mask
 
 
@@ -442,7 +420,7 @@ def masked_mean(
     """
     rows = _rows(values, "masked_mean")
     if mask is None:
-        real = real_rows(values)
+        real = current().find(values)
     else:
         checked = _with_real_rows(mask, values)
         real = RealRows(checked, _share(checked))
@@ -470,7 +448,7 @@ def rows_of_mask(mask: Value, rows: int) -> RealRows:
 def _with_real_rows(mask: Value, values: Value) -> jax.Array:
     """A user's mask of rows, or of entries without those of padded rows."""
     mask = _checked(mask, np.shape(values))
-    if mask.ndim > 1 and (known := real_rows(values)) is not None:
+    if mask.ndim > 1 and (known := current().find(values)) is not None:
         mask &= known.mask.reshape(-1, *[1] * (mask.ndim - 1))
     return mask
 

@@ -133,7 +133,7 @@ def _real_rows(values: dict[str, Value], mask: Value) -> jax.Array | None:
     if mask is not None:
         return masks.rows_of_mask(mask, rows).mask
     first = next(value for value in values.values() if jnp.ndim(value))
-    return masks.batch_mask(first) if masks.fits(first) else None
+    return masks.batch_mask(first) if masks.current().fits(first) else None
 
 
 def _rows(values: dict[str, Value]) -> int:

@@ -84,7 +84,7 @@ def compute_average_loss(
     if mask is not None:
         real = masks.rows_of_mask(mask, loss.shape[0])
     else:
-        real = masks.real_rows(loss) if masks.fits(loss) else None
+        real = masks.current().find(loss) if masks.current().fits(loss) else None
     size = global_batch_size
     if size is None:
         size = _examples(loss, real)
