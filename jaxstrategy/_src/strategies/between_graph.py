@@ -36,27 +36,7 @@ _START_SECONDS = 300.0
 
 @final
 class BetweenGraphStrategy(Strategy):
-    """Asynchronous training as in TensorFlow 1: each worker runs the whole program.
-
-    There is no coordinator. Each worker process makes this strategy, the same variables
-    in its scope, and its own loop over `run`: a step pulls what it reads, and pushes
-    what it changes as one operation of each variable. The workers do not wait for each
-    other; the chief (worker 0 without one) makes the initial values. Parameter servers
-    are processes with `jaxstrategy.Server(...).join()`.
-
-    A new program uses `ParameterServerStrategy` with a coordinator, where a worker that
-    vanishes costs nothing.
-
-    Args:
-      cluster_resolver: of the cluster, by default that of `TF_CONFIG`. Without a
-        cluster the strategy is one of this process's devices, with variables in the
-        host's memory, or on the only device.
-
-    Raises:
-      ValueError: the cluster has no servers or workers, or it is not known which of its
-        tasks this process is.
-      ClusterError: a server cannot be reached, or the job has no secret.
-    """
+    """Asynchronous training as in TensorFlow 1: each worker runs the whole program."""
 
     def __init__(self, cluster_resolver: ClusterResolver | None = None) -> None:
         resolver = cluster_resolver or TFConfigClusterResolver()

@@ -28,24 +28,6 @@ def no_task() -> Task:
     return None, None
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class ProcessRole:
-    """The role of this process in a job."""
-
-    is_chief: bool = True  # whether it saves what all have
-    is_between_graph: bool = False  # whether each process runs the whole program
-    waits: bool = False  # whether the others wait for variables that the chief makes
-    task: Callable[[], Task] = no_task  # returns which of the cluster's tasks it is
-
-    def is_another(self, task: tuple[str, int]) -> bool:
-        """Whether this is the task of another process that runs the program."""
-        if task[0] not in _RUNNING:
-            return False
-        this_task = self.task()
-        return None not in this_task and this_task != task
-
-
 MakeExecutor = Callable[[AbstractStrategy, Processes | None], AbstractExecutor]
 
 
@@ -63,16 +45,24 @@ class Choices:
     executor: MakeExecutor = CompiledExecutor
     # Those that take its steps together; None for this one alone.
     processes: Processes | None = None
-    # Whether it saves what all have; None: the first of `processes` does.
+    # Whether it is the chief, for which the others wait; None: all begin alike.
     is_chief: bool | None = None
     is_between_graph: bool = False  # whether each process runs the whole program
     task: Callable[[], Task] = no_task  # returns which of the cluster's tasks it is
 
+    @property
+    def saves(self) -> bool:
+        """Whether this process saves what all have."""
+        if self.is_chief is not None:
+            return self.is_chief
+        return self.processes is None or self.processes.index == 0
 
-def with_order(replicas: Replicas, options: CommunicationOptions | None) -> Replicas:
-    """`replicas`, computing one after the other if `options` are `deterministic`."""
-    is_deterministic = options is not None and options.deterministic
-    return dataclasses.replace(replicas, in_turn=is_deterministic)
+    def is_another(self, task: tuple[str, int]) -> bool:
+        """Whether this is the task of another process that runs the program."""
+        if task[0] not in _RUNNING:
+            return False
+        this_task = self.task()
+        return None not in this_task and this_task != task
 
 
 def needs_arguments(fn: Function) -> bool:

@@ -25,7 +25,7 @@ from jaxstrategy._src.replicas.inner_axes import (
     tiles,
 )
 from jaxstrategy._src.replicas.replicas import REPLICATED, STACKED, Replicas
-from jaxstrategy._src.strategies.choices import ProcessRole
+from jaxstrategy._src.strategies.choices import Choices
 from jaxstrategy._src.text import several_whole, shown, whole
 from jaxstrategy._src.values import building, per_replica, trees
 from jaxstrategy._src.values.arrays import Leaf, PyTree, Value, as_array
@@ -113,14 +113,14 @@ def check_reduced(tree: PyTree, method: str) -> None:
         )
 
 
-def check_task(destinations: Destinations, role: ProcessRole) -> None:
+def check_task(destinations: Destinations, choices: Choices) -> None:
     """Raise if a destination is a device of another task of the cluster."""
     is_one = isinstance(destinations, str)
     names = [destinations] if is_one else destinations
     for name in names if isinstance(names, (list, tuple)) else ():
         task = _devices.task_of(name) if isinstance(name, str) else None
-        if task is not None and role.is_another(task):
-            job, number = role.task()
+        if task is not None and choices.is_another(task):
+            job, number = choices.task()
             raise ValueError(
                 f"Cannot reduce to another worker, or copy there: {name!r} is a device "
                 f"of task {task[1]} of job {task[0]!r}, and this process is task "

@@ -18,7 +18,7 @@ from jaxstrategy._src.options import CommunicationOptions, ReduceOp
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas, sharded_along
-from jaxstrategy._src.strategies.choices import ProcessRole, check_function
+from jaxstrategy._src.strategies.choices import Choices, check_function
 from jaxstrategy._src.strategies.destinations import (
     CopyPlace,
     Destinations,
@@ -64,11 +64,11 @@ class StrategyExtended:
         self,
         strategy: AbstractStrategy,
         executor: AbstractExecutor,
-        role: ProcessRole,
+        choices: Choices,
     ) -> None:
         self._strategy = strategy
         self._executor = executor
-        self._role = role
+        self._choices = choices
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:
@@ -92,22 +92,26 @@ class StrategyExtended:
 
         `js.checkpoint` needs no such question: all processes call it.
         """
-        return self._role.is_chief
+        return self._choices.saves
 
     @property
     def should_save_summary(self) -> bool:
         """Whether this process is the one that writes metrics."""
-        return self._role.is_chief
+        return self._choices.saves
 
     @property
     def experimental_should_init(self) -> bool:
         """Whether initial values that this process makes count."""
-        return self._role.is_chief or not self._role.waits
+        choices = self._choices
+        waits = choices.is_between_graph and choices.is_chief is not None
+        return choices.saves or not waits
 
     @property
     def experimental_between_graph(self) -> bool:
         """Whether each process of the job runs the whole program."""
-        return self._role.is_between_graph
+        processes = self._choices.processes
+        several = processes is not None and processes.count > 1
+        return several or self._choices.is_between_graph
 
     @property
     def experimental_require_static_shapes(self) -> bool:
@@ -410,7 +414,7 @@ class StrategyExtended:
         yield
 
     def _place(self, destinations: Destinations) -> CopyPlace:
-        check_task(destinations, self._role)
+        check_task(destinations, self._choices)
         return copies_on(destinations, self._strategy._replicas)
 
     def _checked(self, value: object, method: str, ordinary: bool = True) -> Variable:

@@ -27,7 +27,7 @@ from jaxstrategy._src.replicas import devices as _devices
 from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.replicas.replicas import Replicas, checked_sizes, devices_for
 from jaxstrategy._src.replicas.state_sharding import StateSharding, checked_sharding
-from jaxstrategy._src.strategies.choices import Choices, with_order
+from jaxstrategy._src.strategies.choices import Choices
 from jaxstrategy._src.strategies.strategy import Strategy
 from jaxstrategy._src.text import positive
 from jaxstrategy._src.variables.policy import ReplicatedVariables
@@ -269,9 +269,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             logical_axes,
             replicas_per_device,
         )
-        replicas = with_order(
-            Replicas.on(devices, sharding, logical_axes, sharing), communication_options
-        )
+        replicas = Replicas.on(devices, sharding, logical_axes, sharing)
         _job.agree_on_replicas(processes, replicas.description)
         self._compose(
             Choices(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import os
@@ -68,11 +69,9 @@ from jaxstrategy._src.replicas.state_sharding import StateSharding, checked_shar
 from jaxstrategy._src.replicas.topology import Topology
 from jaxstrategy._src.strategies.choices import (
     Choices,
-    ProcessRole,
     check_function,
     check_options,
     needs_arguments,
-    with_order,
 )
 from jaxstrategy._src.strategies.cross_replica import (
     compared_copies,
@@ -154,15 +153,16 @@ class Strategy(AbstractStrategy):
         replicas = Replicas.on(
             devices, checked_sharding(sharding), logical_axes, replicas_per_device
         )
-        replicas = with_order(replicas, communication_options)
         self._compose(Choices(replicas, cross_device_ops, communication_options))
 
     def _compose(self, choices: Choices) -> None:
         _devices.set_up_by_environment()
-        self._choices = choices
+        self._choices, options = choices, choices.options
         self._replicas = choices.replicas
+        if options is not None and options.deterministic:
+            self._replicas = dataclasses.replace(self._replicas, in_turn=True)
         self._compiled_reduction = _reduction_for(self, choices)
-        self._overlap = overlap_on(choices.replicas, choices.options)
+        self._overlap = overlap_on(choices.replicas, options)
         policy = choices.variables or ReplicatedVariables(self._replicas)
         # The base class declares the abstract policy that lower folders may use.
         self._variable_policy = policy  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -174,7 +174,7 @@ class Strategy(AbstractStrategy):
         home = policy.replicas
         is_same = home is self._replicas or home == self._replicas
         self._variable_sharding = None if is_same else home.sharding(REPLICATED)
-        self._extended = StrategyExtended(self, self._executor, _role_of(choices))
+        self._extended = StrategyExtended(self, self._executor, choices)
 
     @property
     def mesh(self) -> Mesh:
@@ -1469,17 +1469,6 @@ def _undecorated(
     if isinstance(fn, (ReplicatedFunction, CompiledStep)):
         return fn.function, fn.options if options is None else options
     return fn, options
-
-
-def _role_of(choices: Choices) -> ProcessRole:
-    """The role of this process in the job."""
-    processes = choices.processes
-    is_first = processes is None or processes.index == 0
-    is_chief = is_first if choices.is_chief is None else choices.is_chief
-    several = processes is not None and processes.count > 1
-    waits = choices.is_between_graph and choices.is_chief is not None
-    is_between = several or choices.is_between_graph
-    return ProcessRole(is_chief, is_between, waits, choices.task)
 
 
 def _reduction_for(strategy: AbstractStrategy, choices: Choices) -> Reduction:
