@@ -9,7 +9,7 @@ import functools
 import os
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, cast, final
+from typing import Any, cast, final
 
 import jax
 from jax.stages import Compiled
@@ -28,7 +28,7 @@ from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.text import shown
 from jaxstrategy._src.tracing import nnx
 from jaxstrategy._src.tracing.function_cache import FunctionCache
-from jaxstrategy._src.tracing.program_cache import FrozenSignatures
+from jaxstrategy._src.tracing.recompilation import FrozenSignatures
 from jaxstrategy._src.tracing.references import copy_source_location
 from jaxstrategy._src.tracing.saved_step import (
     Facts,
@@ -105,7 +105,7 @@ class ReplicatedFunction:
         >>> counter.total[...]
         Array(3., dtype=float32)
         """
-        bound = self._program.bound(objects)
+        bound = self._executor.bound(self._fn, self.options, objects)
 
         @functools.wraps(self._fn)
         def step(*rest: PyTree, **kwargs: PyTree) -> PyTree:
@@ -257,16 +257,8 @@ def file_of(path: str | os.PathLike[str]) -> str:
     return f"{os.fsdecode(path)}{number}"
 
 
-class FunctionProgram(Protocol):
-    """One function, as an executor runs it on all replicas."""
-
-    def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
-        """The results of the function, called outside of every scope and step."""
-        ...
-
-    def bound(self, objects: Sequence[object]) -> Callable[..., PyTree]:
-        """The function with these first arguments, which are looked into only now."""
-        ...
+# One function, as an executor runs it on all replicas, outside of scopes and steps.
+FunctionProgram = Callable[[Sequence[PyTree], dict[str, PyTree]], PyTree]
 
 
 class AbstractExecutor(abc.ABC):
@@ -275,17 +267,29 @@ class AbstractExecutor(abc.ABC):
     def __init__(self, strategy: AbstractStrategy) -> None:
         self._strategy = strategy
 
-    @abc.abstractmethod
     def program(
         self, fn: Function, options: RunOptions | None = None
     ) -> FunctionProgram:
-        """Returns the program of `fn`, the same object as long as `fn` lives."""
+        """Returns what calls `fn` as a step, outside of scopes and steps."""
+        return lambda args, kwargs: self._run(fn, (tuple(args), kwargs), options)
+
+    def bound(
+        self, fn: Function, options: RunOptions | None, objects: Sequence[object]
+    ) -> Callable[..., PyTree]:
+        """`fn` with these first arguments, which are looked into only now."""
+        call = (tuple(objects), {})
+        nnx.require_objects(nnx.as_arrays(call, nnx.captured_by(fn))[0])
+        return lambda *rest, **kwargs: self.run(
+            fn, ((*objects, *rest), kwargs), options
+        )
 
     def run(
         self, fn: Function, arguments: Arguments, options: RunOptions | None
     ) -> PyTree:
         """Calls `fn` as a step, in any context."""
         context = _context.current()
+        if context is OUTSIDE:  # the usual case, kept short
+            return self.program(fn, options)(*arguments)
         if context.observer is not None and not context.in_step:
             context.observer(self, fn, arguments, options)
         step_outputs = _context.around_steps()
@@ -376,6 +380,11 @@ class CompiledExecutor(AbstractExecutor):
         self, fn: Function, options: RunOptions | None = None
     ) -> FunctionProgram:
         return self._programs.of(fn, options)
+
+    def bound(
+        self, fn: Function, options: RunOptions | None, objects: Sequence[object]
+    ) -> Callable[..., PyTree]:
+        return self._programs.of(fn, options).bound(objects)
 
     def compile(
         self,
@@ -469,11 +478,6 @@ class CompiledExecutor(AbstractExecutor):
 class EagerExecutor(AbstractExecutor):
     """Calls functions without a strategy; compiles nothing."""
 
-    def program(
-        self, fn: Function, options: RunOptions | None = None
-    ) -> FunctionProgram:
-        return EagerProgram(fn, functools.partial(self.run, fn, options=options))
-
     def _run(
         self, fn: Function, arguments: Arguments, options: RunOptions | None
     ) -> PyTree:
@@ -493,26 +497,6 @@ class EagerExecutor(AbstractExecutor):
         args, kwargs = arguments
         with _context.entered(updated=devices):
             return fn(*args, **kwargs)
-
-
-@final
-class EagerProgram:
-    def __init__(self, fn: Function, run: Callable[..., PyTree]) -> None:
-        self._fn = fn
-        self._run = run
-
-    def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
-        return self._run((tuple(args), kwargs))
-
-    def bound(self, objects: Sequence[object]) -> Callable[..., PyTree]:
-        captured = nnx.captured_by(self._fn)
-        nnx.require_objects(nnx.as_arrays((tuple(objects), {}), captured)[0])
-
-        @functools.wraps(self._fn)
-        def step(*rest: PyTree, **kwargs: PyTree) -> PyTree:
-            return self((*objects, *rest), kwargs)
-
-        return step
 
 
 def _only_versions(tree: PyTree) -> PyTree:

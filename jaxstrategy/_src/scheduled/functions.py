@@ -363,7 +363,7 @@ class ServerExecutor(CompiledExecutor):
     def program(
         self, fn: Function, options: RunOptions | None = None
     ) -> FunctionProgram:
-        return _StepProgram(self, super().program(fn, options), fn)
+        return lambda args, kwargs: self.step(fn, (args, kwargs))
 
     def _run(
         self,
@@ -408,18 +408,6 @@ class ServerExecutor(CompiledExecutor):
     @functools.cached_property
     def _engine(self) -> WorkerEngine:
         return WorkerEngine(-1, self._pool.servers, self._strategy.devices)
-
-
-@final
-class _StepProgram:
-    def __init__(
-        self, executor: ServerExecutor, compiled: FunctionProgram, fn: Function
-    ) -> None:
-        self._executor, self._fn = executor, fn
-        self.bound: Callable[..., Callable[..., PyTree]] = compiled.bound
-
-    def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
-        return self._executor.step(self._fn, (args, kwargs))
 
 
 def _own_function(fn: Any) -> tuple[Function, tuple[Hashable, ...]]:

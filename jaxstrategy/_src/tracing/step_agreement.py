@@ -9,21 +9,35 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import final
 
+import jax
 import jax.monitoring
 from jax.stages import Compiled
 
-from jaxstrategy._src.errors import ClusterError, CompiledStepError
+from jaxstrategy._src.errors import (
+    ClusterError,
+    CompiledStepError,
+)
 from jaxstrategy._src.inputs import origins
+from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.processes import agreement
 from jaxstrategy._src.processes.agreement import Operation, ProgramPrint
 from jaxstrategy._src.processes.job import Processes
 from jaxstrategy._src.processes.watchdog import COMPILES, Watchdog
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.tracing.constants import ProgramValue, code_of, fingerprint
+from jaxstrategy._src.tracing.program import InputLayout, Program
+from jaxstrategy._src.tracing.references import source_location
 from jaxstrategy._src.tracing.saved_step import Obtain, Preparation
 from jaxstrategy._src.tracing.stages import stages
-from jaxstrategy._src.tracing.traced_step import TracedStep
-from jaxstrategy._src.values.arrays import Leaf
+from jaxstrategy._src.tracing.traced_step import (
+    ReplicaStep,
+    TracedStep,
+)
+from jaxstrategy._src.values.arrays import (
+    Leaf,
+    PyTree,
+)
+from jaxstrategy._src.variables import access
 
 # Measured with JAX 0.10 and 0.12; its argument `fun_name` is `jit(name)`. Without such
 # an event, the whole first call counts as compiling.
@@ -251,3 +265,82 @@ _ADVICE = (
     "arguments of the same shapes; what is not a PerReplica must have the same values. "
     "A process that leaves out a step must not take its batch, either."
 )
+
+
+@final
+class AgreedProgram:
+    """A program that several processes agree on before they trace or run it."""
+
+    def __init__(
+        self,
+        step: ReplicaStep,
+        options: RunOptions,
+        on_trace: Callable[[TracedStep], object],
+        agreement: StepAgreement,
+    ) -> None:
+        self._step = step
+        self._program = Program(step, options, on_trace)
+        self._agreement = agreement
+        self._name = getattr(step.fn, "__qualname__", type(step.fn).__name__)
+        location = source_location(step.fn)
+        self._where = f"{location[0]}:{location[1]}" if location else "unknown line"
+        self._is_new = True
+        # Of the call in progress.
+        self._is_dispatched = False  # and not part of a larger program
+        self._leaves: Sequence[Leaf] = ()
+        self._preparation: AgreedPreparation | None = None
+
+    @property
+    def layout(self) -> InputLayout:
+        return self._program.layout
+
+    def __call__(self, leaves: Sequence[Leaf], inputs: Sequence[PyTree]) -> PyTree:
+        return self._agreed(self._program, leaves, inputs)
+
+    def place_and_call(self, leaves: Sequence[Leaf]) -> PyTree:
+        return self._agreed(self._program.place_and_call, leaves)
+
+    def prepare(self, leaves: Sequence[Leaf], obtain: Obtain) -> None:
+        self._preparation = self._agreement.preparation(self._name, self._where)
+        try:
+            self._preparation.run(self._program.prepare, leaves, obtain)
+        finally:
+            self._preparation = None
+        self._is_new = False  # its first call does not compile
+
+    def _agreed(
+        self,
+        call: Callable[..., PyTree],
+        leaves: Sequence[Leaf],
+        *more: Sequence[PyTree],
+    ) -> PyTree:
+        agreement, self._leaves = self._agreement, leaves
+        try:
+            # Part of a larger program, which the caller dispatches.
+            if access.is_traced():
+                return call(leaves, *more)
+            if agreement.begin(self._name, self._where):
+                same = {} if self._is_new else self._step.mirrored_values(leaves)
+                agreement.compare(self._name, self._where, leaves, same)
+            if self._is_new:
+                agreement.compiles(self._name)
+            self._is_dispatched = True
+            try:
+                results = call(leaves, *more)
+            finally:
+                self._is_dispatched = False
+                agreement.end()
+            self._is_new = False
+            return results
+        finally:
+            self._leaves = ()
+
+    def traced(self, step: TracedStep) -> None:
+        """Compares a new trace with those of the other processes."""
+        if self._preparation is not None:
+            self._preparation.traced(step)
+            return
+        # Another thread's call may have cleared them.
+        leaves = self._leaves
+        same = self._step.mirrored_values(leaves) if leaves else {}
+        self._agreement.traced(step, self._where, same, self._is_dispatched)
