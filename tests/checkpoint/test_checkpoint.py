@@ -123,6 +123,12 @@ def test_versions_of_another_number_of_replicas_are_refused(tmp_path, four, two)
         restored(tmp_path, {"x": jnp.zeros(4)})
 
 
+def test_versions_on_the_host_stay_there(tmp_path, two):
+    saved(tmp_path, {"x": two.per_replica([1.0, 2.0])})
+    back = restored(tmp_path, {"x": js.PerReplica(np.zeros(2, np.float32))})["x"]
+    assert isinstance(back.stacked, np.ndarray) and back.stacked.tolist() == [1, 2]
+
+
 def test_a_batch_keeps_the_mask_of_its_rows(tmp_path, two):
     rows = np.arange(6.0, dtype=np.float32)
     dataset = two.experimental_distribute_dataset(js.batches(rows, batch_size=4))
@@ -264,6 +270,8 @@ def test_nothing_is_restored_if_an_iterator_refuses(tmp_path, two):
         with pytest.raises(ValueError) as raised:
             restored(tmp_path, {"a": second, "b": third, "v": variable})
         assert "`b` was to be restored" in raised.value.__notes__[0]
+        with pytest.raises(MismatchError, match="a Python float .*, and an iterator w"):
+            restored(tmp_path, {"a": second, "b": third, "v": third})
         assert variable.numpy() == 1.0
         assert np.asarray(next(second).stacked).tolist() == [[0, 1], [2, 3]]
         assert np.asarray(next(third).stacked).tolist() == [[9, 10], [11, 12]]
@@ -387,6 +395,7 @@ def test_numbers_do_not_lose_anything(tmp_path, before, after, told):
         (object(), "`x` is a object, which a checkpoint cannot hold"),
         (b"1", "`x` is a bytes"),
         (np.array(["a"]), "`x` is an array of <U1"),
+        (jax.ShapeDtypeStruct((2,), np.float32), "`x` is the type of an array, a Sh"),
     ],
 )
 def test_what_cannot_be_saved_is_named(tmp_path, value, told):

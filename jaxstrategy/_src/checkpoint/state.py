@@ -302,7 +302,7 @@ def mismatch(leaf: Leaf, entry: Entry, own: Entry) -> str | None:
             f"own, and there are {now} now; use as many, or a source that all "
             "processes read alike (`jaxstrategy.batches`)"
         )
-    wanted = described(own)
+    wanted = "an iterator" if own["kind"] == "iterator" else described(own)
     if saved == wanted:
         return None
     if kind == "number" and own["kind"] == "array" and own["shape"] == []:
@@ -355,7 +355,13 @@ def _dtype(entry: Entry) -> np.dtype:
     return jnp.dtype("uint32" if "impl" in entry else entry["dtype"])
 
 
-def _check_alive(value: object, name: str) -> None:
+def _check_numbers(value: object, name: str) -> None:
+    """Raise if an array has none."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"`{name}` is the type of an array, a ShapeDtypeStruct, and has no numbers "
+            "that a checkpoint could hold. Save the array itself."
+        )
     if isinstance(value, jax.Array) and value.is_deleted():
         raise DonatedValueError(
             f"`{name}` was donated to an earlier step, so it cannot be saved. Save the "
@@ -424,9 +430,9 @@ def _save_array(leaf: Leaf, entry: Entry) -> tuple[Entry, Array | None]:
         value = per_replica.contents(value)
     elif isinstance(value, ShardedVariable):
         for shard in value.variables:
-            _check_alive(shard, leaf.name)
+            _check_numbers(shard, leaf.name)
         value = value.numpy()  # over the host: no device need have all of it
-    _check_alive(value, leaf.name)
+    _check_numbers(value, leaf.name)
     # Objects, bytes, text, times and differences of times: JAX has none of them.
     if getattr(value.dtype, "kind", "") in ("O", "S", "U", "M", "m"):
         raise TypeError(
@@ -457,12 +463,12 @@ def _restore_array(leaf: Leaf, entry: Entry, array: Array | None) -> object:
         array = np.zeros(_written_shape(entry) or (), _dtype(entry))
     if "impl" in entry:
         array = jax.random.wrap_key_data(jnp.asarray(array), impl=entry["impl"])
-    if isinstance(value, np.ndarray | np.generic):
-        return np.asarray(array)[() if isinstance(value, np.generic) else ...]
     if isinstance(value, ShardedVariable):
         return _cut(leaf, np.asarray(array))
     sharding = placement(leaf)
-    if not isinstance(array, jax.Array) or sharding not in (None, array.sharding):
+    if isinstance(like, np.ndarray | np.generic):
+        array = np.asarray(array)[() if isinstance(like, np.generic) else ...]
+    elif not isinstance(array, jax.Array) or sharding not in (None, array.sharding):
         array = jnp.asarray(array) if sharding is None else mesh.place(array, sharding)
     if not isinstance(value, PerReplica):
         return array
