@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
-from jax.extend.core import DropVar, Literal, primitives
+from jax.extend.core import DropVar, Literal
 from jax.ref import AbstractRef
 
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
@@ -587,17 +587,6 @@ def with_values(jaxpr: Jaxpr, candidates: Collection[int]) -> ValueForm:
                 names[var] = before
         if eqn.primitive.name == "swap":
             contents[reference] = operands[1]
-        elif eqn.primitive.name == "addupdate":
-            total = core.Var(before.aval)
-            addition = eqn.replace(
-                primitive=primitives.add_jaxvals_p,
-                params={},
-                invars=[before, operands[1]],
-                outvars=[total],
-                effects=frozenset(),
-            )
-            eqns.append(addition)
-            contents[reference] = total
     invars = [fresh.get(var, var) for var in inputs]
     outvars = [read(atom) for atom in jaxpr.outvars]
     outvars += [contents[inputs[i]] for i in chosen]
@@ -618,7 +607,7 @@ def _is_replaceable(jaxpr: Jaxpr, reference: Var) -> bool:
 
 
 def _is_whole_access(eqn: Equation, reference: Var) -> bool:
-    operands = {"get": 1, "swap": 2, "addupdate": 2}.get(eqn.primitive.name)
+    operands = {"get": 1, "swap": 2}.get(eqn.primitive.name)
     if operands != len(eqn.invars) or eqn.invars[0] is not reference:
         return False  # an index that is computed, or no access at all
     shape = reference.aval.shape

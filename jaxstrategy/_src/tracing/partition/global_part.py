@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, TypeAlias, final
 
-import jax
 from jax import lax
 from jax.extend.core import Literal
 from jax.typing import DTypeLike
@@ -45,7 +44,7 @@ def result_dimensions(eqn: Equation, operands: Sequence[Dimension]) -> list[Dime
     if name == "optimization_barrier":
         return [*operands]
     (dimension, *others) = {d for d in operands if d is not None}
-    if others or (operands[0] is None and name not in _OF_ANY_OPERAND):
+    if others or (operands[0] is None and name not in _ELEMENTWISE):
         dimension = UNKNOWN
     elif name in _ELEMENTWISE:
         pass
@@ -73,34 +72,11 @@ def _reshaped(eqn: Equation, dimension: int) -> int:
     return UNKNOWN
 
 
-def _unless_along(*names: str) -> Callable[[Equation, int], int]:
-    def rule(eqn: Equation, dimension: int) -> int:
-        values = [eqn.params[name] for name in names if name in eqn.params]
-        return UNKNOWN if dimension in jax.tree.leaves(values) else dimension
-
-    return rule
-
-
-def _unless_cut(eqn: Equation, dimension: int) -> int:
-    shapes = [eqn.invars[0].aval.shape, *(var.aval.shape for var in eqn.outvars)]
-    return dimension if len({shape[dimension] for shape in shapes}) == 1 else UNKNOWN
-
-
 _RULES: dict[str, Callable[[Equation, int], int]] = {
     "broadcast_in_dim": lambda eqn, d: eqn.params["broadcast_dimensions"][d],
     "transpose": lambda eqn, d: eqn.params["permutation"].index(d),
     "squeeze": lambda eqn, d: d - sum(i < d for i in eqn.params["dimensions"]),
     "reshape": _reshaped,
-    "slice": _unless_cut,
-    "dynamic_slice": _unless_cut,
-    "pad": _unless_cut,
-    "split": _unless_cut,
-    "concatenate": _unless_along("dimension"),
-    "rev": _unless_along("dimensions"),
-    "sort": _unless_along("dimension"),
-    **dict.fromkeys(
-        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _unless_along("axis")
-    ),
 }
 _ELEMENTWISE = frozenset(
     (
@@ -116,8 +92,6 @@ _ELEMENTWISE = frozenset(
         "xor",
     )
 )  # fmt: skip
-
-_OF_ANY_OPERAND = _ELEMENTWISE | {"concatenate", "sort"}
 
 
 @final

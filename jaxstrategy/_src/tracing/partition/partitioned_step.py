@@ -47,8 +47,8 @@ from jaxstrategy._src.tracing.partition.per_replica_part import (
     PerReplicaPart,
     retrace_axis_indices,
 )
-from jaxstrategy._src.tracing.replication.rules import analyse, varying
-from jaxstrategy._src.tracing.replication.types import Collective, Site
+from jaxstrategy._src.tracing.replication.rules import evaluated
+from jaxstrategy._src.tracing.replication.types import Site
 from jaxstrategy._src.tracing.traced_step import TracedStep
 from jaxstrategy._src.tracing.vmapped.replicas import on_replicas
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
@@ -75,10 +75,12 @@ class PartitionedStep:
         ]
         self._values = with_values(inlined.jaxpr, references)
         jaxpr = self.jaxpr = self._values.jaxpr
-        self._differs = step.differs + [False] * len(self._constants)
-        self._varies = varying(jaxpr, self._differs, self._replicas, step.unpacking)
+        differs = step.differs + [False] * len(self._constants)
+        proof = evaluated(jaxpr, differs, self._replicas, step.unpacking)
+        # Those of the user's step, for explanations.
+        self.collectives = [each for each in proof.collectives if not each.is_merge]
         self.partition: Partition = partition(
-            jaxpr, self._varies, lambda eqn: shard_function(eqn) is not None
+            jaxpr, proof.varies, lambda eqn: shard_function(eqn) is not None
         )
         self.layout: Layout = layout_of(step, jaxpr.invars, self.partition, arguments)
         self.reduce_scatters: ReduceScatters = reduce_scatters_of(
@@ -123,24 +125,10 @@ class PartitionedStep:
             self.reduce_scatters,
             [*self._crossing, *self._varying_results],
             self._replicas,
-            self._varies,
+            proof.varies,
         )
 
     # For explanations.
-
-    @cached_property
-    def collectives(self) -> Sequence[Collective]:
-        """The collectives of the user's step in `jaxpr`."""
-        replicas = self._replicas
-        findings = analyse(
-            self.jaxpr,
-            self._differs,
-            replicas.axes,
-            replicas.count,
-            unpacking=self._step.unpacking,
-            mesh=replicas.mesh,
-        )
-        return [found for found in findings.collectives if not found.is_merge]
 
     def site(self, eqns: tuple[Equation, ...]) -> Site:
         """The location of an equation in the user's step."""

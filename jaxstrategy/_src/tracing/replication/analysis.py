@@ -49,6 +49,7 @@ from jaxstrategy._src.tracing.replication.types import (
     State,
     content_of,
     join,
+    level_of,
 )
 from jaxstrategy._src.values.arrays import Function
 
@@ -208,6 +209,10 @@ class Frame:
 
     def read(self, atom: Atom) -> State:
         return None if isinstance(atom, Literal) else self.known.get(atom)
+
+    def varies(self, atom: Atom) -> bool:
+        """Whether replicas may differ in a value."""
+        return level_of(self.read(atom)) == Level.VARYING
 
     @functools.cached_property
     def uses(self) -> Mapping[Var, Sequence[Equation]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 
 from jaxstrategy._src.replicas.replicas import Replicas
 from jaxstrategy._src.tracing.jaxprs import (
-    Atom,
     Effect,
     Equation,
     effect_of,
@@ -410,14 +409,12 @@ def analyse(
     return findings if replicas > 1 else findings.of_one_replica()
 
 
-def varying(
+def evaluated(
     jaxpr: Jaxpr, varies: Sequence[bool], replicas: Replicas, unpacking: int = 0
-) -> Callable[[Atom], bool]:
-    """A predicate of values at the top level of `jaxpr`: may replicas differ?"""
-    axes, count = replicas.axes, replicas.count
-    analysis = Analysis(axes, count, Rules(), replicas.mesh)
-    frame = analysis.evaluated(jaxpr, _inputs(jaxpr, varies), unpacking)
-    return lambda atom: level_of(frame.read(atom)) == Level.VARYING
+) -> Frame:
+    """The types of all values at the top level of `jaxpr`, and its collectives."""
+    analysis = Analysis(replicas.axes, replicas.count, Rules(), replicas.mesh)
+    return analysis.evaluated(jaxpr, _inputs(jaxpr, varies), unpacking)
 
 
 def _inputs(jaxpr: Jaxpr, varies: Sequence[bool]) -> list[State]:

@@ -70,8 +70,9 @@ def _forward(eqn: Equation, axes: VmappedAxes) -> Function | None:
     count = len(eqn.invars)
 
     def derivative(*operands: jax.Array) -> list[jax.Array]:
-        of_inexact, inexact = _inexact_only(function, operands[:count])
-        results, tangents = jax.jvp(of_inexact, inexact, list(operands[count:]))
+        primals = operands[:count]
+        tangents = _with_float0(primals, operands[count:])
+        results, tangents = jax.jvp(function, primals, tuple(tangents))
         return [*results, *filter(_is_inexact, tangents)]
 
     operands = _types(eqn.invars)
@@ -105,14 +106,13 @@ def _backward(eqn: Equation, axes: VmappedAxes) -> Function | None:
     count = len(eqn.invars)
 
     def forward(*operands: jax.Array) -> list[jax.Array]:
-        of_inexact, inexact = _inexact_only(function, operands)
-        return jax.vjp(of_inexact, *inexact)[0]
+        return jax.vjp(function, *operands)[0]
 
     # Residuals are computed again.
-    def gradients(*operands: jax.Array) -> Sequence[jax.Array]:
-        of_inexact, inexact = _inexact_only(function, operands[:count])
-        results, pull_back = jax.vjp(of_inexact, *inexact)
-        return pull_back(_with_float0(results, operands[count:]))
+    def gradients(*operands: jax.Array) -> list[jax.Array]:
+        results, pull_back = jax.vjp(function, *operands[:count])
+        found = pull_back(_with_float0(results, operands[count:]))
+        return list(filter(_is_inexact, found))
 
     operands, results = _types(eqn.invars), _types(eqn.outvars)
     on_replica = _with_collectives(
@@ -205,19 +205,6 @@ def _on_replica(made: Any, axes: VmappedAxes) -> Function:
 def _callee(eqn: Equation) -> Function:
     """The function without its rules for derivatives."""
     return core.jaxpr_as_fun(eqn.params["call_jaxpr"])
-
-
-def _inexact_only(
-    function: Function, operands: Sequence[jax.Array]
-) -> tuple[Function, list[jax.Array]]:
-    """`function` of its differentiable operands, and these operands."""
-    indices = [i for i, x in enumerate(operands) if _is_inexact(x)]
-
-    def called(*inexact: jax.Array) -> list[jax.Array]:
-        new = dict(zip(indices, inexact, strict=True))
-        return function(*(new.get(i, x) for i, x in enumerate(operands)))
-
-    return called, [operands[index] for index in indices]
 
 
 def _with_float0(
