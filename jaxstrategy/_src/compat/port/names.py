@@ -280,19 +280,9 @@ def in_generation(name: str, generation: Generation | None) -> str:
     for module in ("tf.distribute", _CONTRIB):
         for place in (_V1, f"{_V1}.experimental"):
             moved = place + name.removeprefix(module)
-            if is_in(name, module) and _has_row(moved):
+            if is_in(name, module) and row_of(moved) is not NAMES["tf"]:
                 return moved
     return name
-
-
-def _has_row(name: str) -> bool:
-    """Whether the table has it, or the class whose attribute it is."""
-    parts = name.split(".")
-    return any(
-        (row := NAMES.get(".".join(parts[:end]))) is not None
-        and (end == len(parts) or not row.exact)
-        for end in range(len(parts), 3, -1)
-    )
 
 
 # Calls.
@@ -397,14 +387,9 @@ class UnportedCode:
                 self.functions.append((name, function))
                 names |= _called(function.body)
 
-    def holds(self, node: cst.CSTNode) -> bool:
-        return self._within(node, self._spans)
-
-    def holds_type(self, node: cst.CSTNode) -> bool:
-        return self._within(node, self._types)
-
-    def _within(self, node: cst.CSTNode, spans: list[tuple[int, int]]) -> bool:
+    def holds(self, node: cst.CSTNode, is_type: bool = False) -> bool:
         first, last = self._program.span(node)
+        spans = self._types if is_type else self._spans
         return any(start <= first and last <= end for start, end in spans)
 
     def _is_pipeline(self, call: cst.Call) -> bool:

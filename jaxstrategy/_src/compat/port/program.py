@@ -202,17 +202,7 @@ def _parsed(text: str) -> cst.Module:
 
 
 @final
-@dataclasses.dataclass(frozen=True, eq=False)
-class NameUse:
-    """A name of TensorFlow in a program, with all attributes that follow it."""
-
-    node: cst.Name | cst.Attribute
-    names: tuple[str, ...]
-    imports: tuple[tuple[cst.CSTNode, str], ...]
-
-
-@final
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class ImportedName:
     """One name of an import statement; without `alias` all names of a module."""
 
@@ -220,10 +210,23 @@ class ImportedName:
     alias: cst.ImportAlias | None
     full: str
     local: str
+    new: str = ""  # the name that is imported instead
+    is_used: bool = False
+    is_needed: bool = False  # where it was used it stays
 
     @property
-    def is_tensorflow(self) -> bool:
-        return self.full.split(".")[0] in ROOTS
+    def root(self) -> str:
+        return self.full.split(".")[0]
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class NameUse:
+    """A name of TensorFlow in a program, with all attributes that follow it."""
+
+    node: cst.Name | cst.Attribute
+    names: tuple[str, ...]
+    imports: tuple[ImportedName, ...]
 
 
 def root(node: cst.CSTNode) -> cst.Name | None:
@@ -249,7 +252,7 @@ class Program:
         statements = [*self.nodes(cst.Import), *self.nodes(cst.ImportFrom)]
         self.statements = sorted(statements, key=self.span)
         self.imports = [n for each in self.statements for n in self._imported(each)]
-        self.tensorflow = [each for each in self.imports if each.is_tensorflow]
+        self.tensorflow = [each for each in self.imports if each.root in ROOTS]
         self.attributes = self.nodes(cst.Attribute)
         self.functions: dict[str, list[cst.FunctionDef]] = {}
         for function in self.nodes(cst.FunctionDef):
@@ -305,10 +308,12 @@ class Program:
         if not names:
             return None
         scope = self._scopes.get(base)
+        found = () if scope is None else scope[base.value]
+        statements = [x.node for x in found if isinstance(x, metadata.ImportAssignment)]
         imports = tuple(
-            (each.node, base.value)
-            for each in (() if scope is None else scope[base.value])
-            if isinstance(each, metadata.ImportAssignment)
+            each
+            for each in self.imports
+            if each.local == base.value and each.statement in statements
         )
         return NameUse(node, tuple(names), imports)
 

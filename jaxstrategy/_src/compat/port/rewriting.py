@@ -75,7 +75,8 @@ def ported(text: str, generation: Generation | None = None) -> Ported:
     if generation is None:
         generation = _generation(program, started)
     port = _Port(program, generation, notes=generation is not None and not started)
-    text = port.rewritten() if port.edits or port.direct else text
+    changes = port.edits or any(each.new for each in program.tensorflow)
+    text = port.rewritten() if changes else text
     return Ported(text, grouped(port.findings), generation)
 
 
@@ -100,9 +101,6 @@ class _Port:
     ) -> None:
         self._program, self._generation, self._notes = program, generation, notes
         self.edits: list[Edit] = []
-        # Imports that have been used, and those that still are.
-        self._used: set[tuple[int, str]] = set()
-        self._left: set[tuple[int, str]] = set()
         self.findings: list[tuple[bool, str, str, CodePlace]] = []
         used = {self._name(n) for each in program.references for n in each.names}
         used |= {self._name(each.full) for each in program.tensorflow} - {REDUCTION}
@@ -110,19 +108,13 @@ class _Port:
         # Whether it uses `tf.keras`, and only names that Keras 3 has.
         self.keras = bool(of_keras) and all(map(is_in_keras, of_keras))
         self._unported = UnportedCode(program, self._row, self.keras)
-        # Imports that can name the new module instead.
-        self.direct = {
-            (id(each.statement), each.local)
-            for each in program.tensorflow
-            if isinstance(each.statement, cst.ImportFrom) and self._is_direct(each)
-        }
         for each in program.tensorflow:
             self._decide_import(each)
         for reference in self._program.references:
-            imports = {(id(statement), local) for statement, local in reference.imports}
-            self._used |= imports
-            if not self._decide(reference, bool(imports & self.direct)):
-                self._left |= imports
+            is_replaced = self._decide(reference)
+            for each in reference.imports:
+                each.is_used = True
+                each.is_needed |= not is_replaced
         for text in program.nodes(cst.SimpleString):
             if program.within(text, cst.Annotation):
                 self._decide_annotation(text)
@@ -146,33 +138,27 @@ class _Port:
 
     # Imports.
 
-    def _is_direct(self, each: ImportedName) -> bool:
-        """Whether `from ... import` of it can name the new module instead."""
-        row = self._row(each.full)
-        if each.alias is None or row.exact or row.pattern is not None:
-            return False
-        return row.new is not None and row.old == self._name(each.full)
-
     def _decide_import(self, each: ImportedName) -> None:
-        if (id(each.statement), each.local) in self.direct:
-            return
         if each.alias is None:
             text = "import the names that are used: `*` hides which of them are old"
             name = f"tf{each.full.removeprefix('tensorflow')}"
             self._report(name, text, each.statement, True)
             return
         row = self._row(each.full)
-        is_name = isinstance(each.statement, cst.ImportFrom) and row.old != "tf"
-        if is_name and row.new is None:
+        if not isinstance(each.statement, cst.ImportFrom) or row.old == "tf":
+            return
+        if row.new is None:
             self._report_decision(self._name(each.full), row, each.alias)
+        elif not row.exact and not row.pattern and row.old == self._name(each.full):
+            each.new = row.new
 
     # Names.
 
-    def _decide(self, reference: NameUse, is_direct: bool) -> bool:
+    def _decide(self, reference: NameUse) -> bool:
         """Whether the name is replaced."""
         names = sorted({self._name(full) for full in reference.names})
         rows = [self._row(full) for full in reference.names]
-        if is_direct:
+        if any(each.new for each in reference.imports):
             self._note(names[0], rows[0], reference.node)
         elif len({row.new for row in rows}) > 1:
             text = f"may be {' or '.join(names)}: import it in one way"
@@ -189,7 +175,7 @@ class _Port:
             self._report_decision(name, row, node)
             return False
         if row.type and not self._is_typed(node):
-            if not self._unported.holds_type(node):
+            if not self._unported.holds(node, is_type=True):
                 text = f"`{short(row.new)}` where it is about arrays of JAX"
                 self._report(name, text, node, True)
             return False
@@ -246,17 +232,16 @@ class _Port:
             return
         # Of several imports under one name the last one counts.
         for each in {each.local: each for each in self._program.tensorflow}.values():
-            key = (id(each.statement), each.local)
-            if key in self.direct or not each.alias:
+            if each.new or not each.alias:
                 continue
             is_alias = isinstance(each.statement, cst.ImportFrom) or each.alias.asname
             head = each.full if is_alias else each.full.split(".")[0]
             pattern = rf"(?<![\w.]){re.escape(each.local)}((?:\.\w+)*)"
             for match in re.finditer(pattern, node.value):
-                self._used.add(key)
+                each.is_used = True
                 name, row = self._name(head + match[1]), self._row(head + match[1])
                 if row.new is None or (row.pattern and not row.pattern.bare):
-                    self._left.add(key)
+                    each.is_needed = True
                     self._report_decision(name, row, node)
                     continue
                 start = self._program.span(node)[0]
@@ -303,8 +288,8 @@ class _Port:
         unused = [
             each
             for each in program.tensorflow
-            if (key := (id(each.statement), each.local)) in self._used - self._left
-            and key not in self.direct
+            if each.is_used
+            and not (each.is_needed or each.new)
             and not re.search(rf"__all__\s*=[^\n]*['\"]{each.local}['\"]", program.text)
         ]
         left = [each for each in program.imports if each not in unused]
@@ -312,15 +297,9 @@ class _Port:
         for statement in program.statements:
             self._rewrite_import(statement, unused, gone)
         names, lines = self._module_names(unused, left)
-        keras = self.keras and (  # and it is imported, not only by what nothing uses
-            "keras" in names
-            or any(is_in(each.full, "keras") for each in left)
-            or any(
-                is_in(self._row(each.full).new or "", "keras")
-                for each in program.tensorflow
-                if (id(each.statement), each.local) in self.direct
-            )
-        )
+        imported = [*names, *(each.new or each.full for each in left)]
+        # Not only by what nothing uses.
+        keras = self.keras and any(is_in(each, "keras") for each in imported)
         if lines or keras:
             self._insert(lines, keras)
         data, parts, at = program.text.encode(), [], 0
@@ -329,11 +308,6 @@ class _Port:
             parts += [data[at:start], f"{names.get(module, '')}{text}".encode()]
             at = end
         return b"".join([*parts, data[at:]]).decode()
-
-    def _new_of(self, each: ImportedName) -> tuple[str, str]:
-        """The module from which a name is imported now, and the name."""
-        module, _, name = (self._row(each.full).new or "").rpartition(".")
-        return module, name if name == each.local else f"{name} as {each.local}"
 
     def _rewrite_import(
         self,
@@ -345,14 +319,11 @@ class _Port:
         of_it = [each for each in program.imports if each.statement is statement]
         modules: dict[str, list[str]] = {}
         for each in of_it:
-            if (id(statement), each.local) in self.direct:
-                module, name = self._new_of(each)
+            if each.new:
+                module, _, name = each.new.rpartition(".")
+                name = name if name == each.local else f"{name} as {each.local}"
                 modules.setdefault(module, []).append(name)
-        left = [
-            each
-            for each in of_it
-            if each not in unused and (id(statement), each.local) not in self.direct
-        ]
+        left = [each for each in of_it if each not in unused and not each.new]
         start, end = program.span(statement)
         line_start = _line_start(program, start)
         if statement in gone:
@@ -419,19 +390,20 @@ class _Port:
         return names, sorted(lines, key=lambda line: (line.startswith("from"), line))
 
     def _insert(self, lines: list[str], keras: bool) -> None:
-        """Puts lines before the first import of TensorFlow, or behind all."""
+        """Puts lines before the statement with the first import of TensorFlow."""
         program = self._program
         roots = (*ROOTS, "keras") if keras else ROOTS
-        top = [e for e in program.imports if _at_top(program, e.statement)]
-        own = [e.statement for e in top if e.full.split(".")[0] in roots]
-        if own:
-            at = _line_start(program, program.span(own[0])[0])
-        else:
-            at = _behind_imports(program)
+        first: Any = next(e.statement for e in program.imports if e.root in roots)
+        while program.parents[first] is not program.module:
+            first = program.parents[first]
+        first = next(iter(getattr(first, "decorators", ())), first)
+        at = _line_start(program, program.span(first)[0])
         if keras and "KERAS_BACKEND" not in program.text:  # read when Keras is imported
             has_os = any(
-                each.full == each.local == "os" and program.span(each.statement)[0] < at
-                for each in top
+                each.full == each.local == "os"
+                and _at_top(program, each.statement)
+                and program.span(each.statement)[0] < at
+                for each in program.imports
             )
             chosen = ["", 'os.environ["KERAS_BACKEND"] = "jax"', ""]
             lines = [*([] if has_os else ["import os"]), *chosen, *lines]
@@ -460,21 +432,6 @@ def _line_start(program: Program, at: int) -> int:
 
 def _at_top(program: Program, statement: cst.CSTNode) -> bool:
     return program.parents[program.parents[statement]] is program.module
-
-
-def _behind_imports(program: Program) -> int:
-    """Where the first statement stands that is no docstring and no import."""
-    module = program.module
-    for statement in module.body:
-        if statement is module.body[0] and module.get_docstring() is not None:
-            continue
-        if not (
-            isinstance(statement, cst.SimpleStatementLine)
-            and all(isinstance(n, cst.Import | cst.ImportFrom) for n in statement.body)
-        ):
-            first = getattr(statement, "decorators", None) or [statement]
-            return _line_start(program, program.span(first[0])[0])
-    return len(program.text.encode())
 
 
 def table(which: str) -> str:
