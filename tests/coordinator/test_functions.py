@@ -31,13 +31,6 @@ def shared():
         yield made
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    """Two workers of two devices, and two servers."""
-    with Cluster(2, servers=2, devices=2) as made:
-        yield made
-
-
 @pytest.fixture
 def coordinator(shared):
     """After each test nothing is left to be raised."""

@@ -15,16 +15,6 @@ import jaxstrategy as js
 index = js.coordinator.experimental_get_current_worker_index
 
 
-def first(iterator):
-    return index(), next(iterator)
-
-
-def values(found):
-    return {
-        worker: [np.asarray(x).tolist() for x in own] for worker, own in found.items()
-    }
-
-
 def test_the_coordinator_calls_the_function_once_and_each_worker_once(three):
     calls = []
 

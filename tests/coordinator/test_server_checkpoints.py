@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.clusters import Cluster
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager
-from jaxstrategy.coordinator import ClusterCoordinator, Threads
 
 TABLE = np.arange(6, dtype=np.float32).reshape(3, 2)
 
@@ -92,27 +92,20 @@ def test_variables_of_workers_are_refused(tmp_path):
         manager.save(1, {"own": own})
 
 
-class Counting:
+class Counting(Cluster):
     """Two variables on two servers that each function changes together."""
 
     def __init__(self):
-        self.backend = Threads(2, 2)
-        self.strategy = js.ParameterServerStrategy(backend=self.backend)
-        with self.strategy.scope():
-            self.pair = [js.Variable(jnp.zeros(1000)), js.Variable(jnp.zeros(1000))]
-        self.coordinator = ClusterCoordinator(self.strategy)
-        first, second = self.pair
+        super().__init__(2, servers=2)
+        self.pair = [self.variable(jnp.zeros(1000)) for _ in range(2)]
 
-        @self.coordinator.function
-        def step():
-            first.assign_add(jnp.ones(1000))
-            second.assign_add(jnp.ones(1000))
-            return 1
+    def step(self):
+        for variable in self.pair:
+            variable.assign_add(jnp.ones(1000))
+        return 1
 
-        self.step = step
-
-    def schedule(self, count):
-        return [self.coordinator.schedule(self.step) for _ in range(count)]
+    def times(self, count):
+        return [self.schedule(self.step) for _ in range(count)]
 
     def totals(self):
         return [float(variable.value()[0]) for variable in self.pair]
@@ -120,13 +113,12 @@ class Counting:
 
 @pytest.fixture
 def counting():
-    made = Counting()
-    yield made
-    made.strategy.close()
+    with Counting() as made:
+        yield made
 
 
 def test_in_a_pause_nothing_runs_and_afterwards_all_does(counting):
-    values = counting.schedule(100)
+    values = counting.times(100)
     values[3].fetch()
     with counting.coordinator.paused():
         seen = counting.totals()
@@ -135,7 +127,7 @@ def test_in_a_pause_nothing_runs_and_afterwards_all_does(counting):
             value.status is js.coordinator.RemoteValueStatus.READY for value in values
         ]
         assert seen == [sum(ended)] * 2
-        late = counting.schedule(1)
+        late = counting.times(1)
         assert counting.totals() == seen
         with counting.coordinator.paused():  # in itself
             pass
@@ -150,7 +142,7 @@ def test_waiting_in_a_pause_is_an_error_and_no_deadlock(counting):
     with counting.coordinator.paused():
         counting.coordinator.join()  # there is nothing to wait for
         assert counting.coordinator.done()
-        (value,) = counting.schedule(1)
+        (value,) = counting.times(1)
         for wait in (
             counting.coordinator.join,
             value.fetch,
@@ -163,7 +155,7 @@ def test_waiting_in_a_pause_is_an_error_and_no_deadlock(counting):
 
 
 def test_what_is_saved_while_functions_run_is_of_one_moment(counting, tmp_path):
-    counting.schedule(300)
+    counting.times(300)
     with CheckpointManager(tmp_path, keep=None) as manager:
         for step in range(1, 6):
             assert manager.save(step, counting.pair)

@@ -230,8 +230,10 @@ class ClusterCoordinator:
             recovery = ServerRecovery(backend, pool, restore_from, state, limit)
         self = super().__new__(cls)
         self._strategy, self._backend = strategy, backend
-        self._tracer = FunctionTracer(strategy, pool, backend.platforms)
         self._tracings, self._restore_from = Stopwatch(), restore_from
+        self._tracer = FunctionTracer(
+            strategy, pool, backend.platforms, observe=self._tracings.add
+        )
         self._scheduler = scheduler = Scheduler(backend, limit, recovery)
         atexit.register(scheduler.stop, _SECONDS_TO_END)
         weakref.finalize(self, _end_later, scheduler).atexit = False
@@ -303,8 +305,6 @@ class ClusterCoordinator:
     ) -> RemoteValue:
         self._scheduler.raise_error()
         prepared = self._tracer.prepare(plain(fn), args, kwargs, until_end)
-        if prepared.trace_seconds is not None:
-            self._tracings.add(prepared.trace_seconds)
         return self._scheduler.schedule(fn, prepared, until_end)
 
     def join(self, timeout: float | None = None) -> None:
@@ -520,9 +520,7 @@ class ClusterCoordinator:
           console: a `rich.console.Console` to draw on, instead of one on standard
             error.
         """
-        scheduler = self._scheduler
-        counts = lambda: (scheduler.queued, scheduler.running)  # noqa: E731
-        return LiveTable(lambda: scheduler.states, counts, description, console)
+        return LiveTable(self._scheduler, description, console)
 
     def close(self) -> None:
         """End the workers, whatever they are doing, and cancel what is queued.

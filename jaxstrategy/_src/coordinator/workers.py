@@ -8,7 +8,6 @@ import enum
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, TypeAlias, final
 
 from jaxstrategy._src import text
@@ -215,21 +214,16 @@ class LiveTable:
     """
 
     def __init__(
-        self,
-        states: Callable[[], WorkerStates],
-        counts: Callable[[], tuple[int, int]],  # of what is queued, and runs
-        description: str = "",
-        console: Console = None,
+        self, scheduler: Any, description: str = "", console: Console = None
     ) -> None:
-        self._states, self._counts = states, counts
-        self._description = description
+        self._scheduler, self._description = scheduler, description
         self._console = console
         self._live: Any = None
         self._began, self._before = 0.0, 0
 
     def __enter__(self) -> LiveTable:
         """Begin to draw."""
-        self._began, self._before = time.monotonic(), self._finished()
+        self._began, self._before = time.monotonic(), self._scheduler.finished
         with contextlib.suppress(ImportError):
             self._draw()
         return self
@@ -242,14 +236,11 @@ class LiveTable:
 
     def __str__(self) -> str:
         """How much is done, and how fast."""
-        done, seconds = self._finished() - self._before, time.monotonic() - self._began
+        calls = self._scheduler
+        done, seconds = calls.finished - self._before, time.monotonic() - self._began
         rate = f", {done / seconds:,.3g} functions/s" if self._began and seconds else ""
-        queued, running = self._counts()
-        text = f"{done} finished, {queued} queued, {running} running{rate}"
+        text = f"{done} finished, {calls.queued} queued, {calls.running} running{rate}"
         return f"{self._description}: {text}" if self._description else text
-
-    def _finished(self) -> int:
-        return sum(state.functions for state in self._states())
 
     def _draw(self) -> None:
         from rich.console import Console
@@ -268,6 +259,6 @@ class LiveTable:
         from rich.table import Table
 
         table = Table(*HEADER, title=str(self), title_justify="left")
-        for state in self._states():
+        for state in self._scheduler.states:
             table.add_row(*state.row())
         return table

@@ -196,9 +196,8 @@ class Prepared:
 
     def __init__(self, tracer: FunctionTracer, given: ScheduledArguments) -> None:
         arrays, types = given.on_worker(0)
-        found, seconds = tracer.program(given, arrays, types)
+        found = tracer.program(given, arrays, types)
         self.program, self.varies = found.shipped, found.varies
-        self.trace_seconds = seconds  # None: it was known
         self.arguments_of = given.sent(arrays, types)  # the arrays for each worker
         # They live as long as the call.
         self._variables = [v for ref in found.variables if (v := ref()) is not None]
@@ -254,11 +253,12 @@ class FunctionTracer:
         pool: ServerPool,
         platforms: Sequence[str] = ("cpu",),
         call: Call | None = None,
+        observe: Callable[[float], None] = lambda _: None,  # how long a trace took
     ) -> None:
         self.strategy = strategy
         self._pool = pool
         self._platforms = tuple(platforms)
-        self._call = call
+        self._call, self._observe = call, observe
         # Functions that refer to the same have the same token; keys take long to hash.
         self._tokens: RecentlyUsed[object] = RecentlyUsed(_TRACED)
         self._programs: RecentlyUsed[_Program] = RecentlyUsed(_TRACED)
@@ -289,16 +289,15 @@ class FunctionTracer:
 
     def program(
         self, given: ScheduledArguments, arrays: Sequence[Leaf], types: ArgumentTypes
-    ) -> tuple[_Program, float | None]:
-        """The program for such arguments, and how long it was traced, if it was."""
-        if (program := self._known(given, types)) is not None:
-            return program, None
-        with self._one_tracer:
-            if (program := self._known(given, types)) is not None:
-                return program, None
-            began = time.perf_counter()
-            program = self._traced(given, arrays, types)
-            return program, time.perf_counter() - began
+    ) -> _Program:
+        """The program for such arguments, which may be traced now."""
+        if (program := self._known(given, types)) is None:
+            with self._one_tracer:
+                if (program := self._known(given, types)) is None:
+                    began = time.perf_counter()
+                    program = self._traced(given, arrays, types)
+                    self._observe(time.perf_counter() - began)
+        return program
 
     def _known(
         self, given: ScheduledArguments, types: ArgumentTypes
