@@ -73,9 +73,7 @@ def test_what_cannot_be_copied_is_refused(two):
             two.extended.copy_to(1.0, destinations)
     x = jnp.ones(3)
     x.delete()
-    with pytest.raises(
-        js.errors.DonatedValueError, match="was donated to an earlier call"
-    ):
+    with pytest.raises(js.errors.DonatedValueError, match="was donated to an earlier"):
         two.extended.copy_to(x, ["CPU:0", "CPU:1"])
 
 

@@ -9,44 +9,12 @@ import jaxstrategy
 
 PACKAGE = Path(jaxstrategy.__file__).parent
 
-FLOORS = [
-    "text",
-    "errors",
-    "lazy_names",
-    "version",
-    "cluster",
-    "processes",
-    "launch",
-    "options",
-    "replicas",
-    "tpu",
-    "values",
-    "reductions",
-    "contexts",
-    "parameter_servers",
-    "rpc",
-    "sharded",
-    "masks",
-    "inputs",
-    "variables",
-    "tracing",
-    "executors",
-    "scheduled",
-    "checkpoint",
-    "profiling",
-    "strategies",
-    "planning",
-    "preemption",
-    "coordinator",
-    "flax",
-    "keras",
-    "training",
-    "compat",
-    "__init__",
-    "public",
-    "demo",
-    "doctor",
-]
+FLOORS = """
+    text errors lazy_names version cluster processes launch options replicas tpu
+    values reductions contexts parameter_servers rpc sharded masks inputs variables
+    tracing executors scheduled checkpoint profiling strategies planning preemption
+    coordinator flax keras training compat __init__ public demo doctor
+""".split()
 
 
 def floor(name):

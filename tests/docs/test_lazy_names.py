@@ -127,9 +127,7 @@ def test_a_module_that_lacks_something_else_says_so(monkeypatch):
 
 
 def test_names_that_are_elsewhere_say_where():
-    with pytest.raises(
-        AttributeError, match=r"it is `jaxstrategy\.training\.pipeline`"
-    ):
+    with pytest.raises(AttributeError, match=r"it is `jaxstrategy\.training\.pipeline"):
         js.pipeline  # noqa: B018
     with pytest.raises(AttributeError, match=r"`jaxstrategy\.errors\.ObjectError`"):
         js.ObjectError  # noqa: B018

@@ -536,7 +536,7 @@ class OneByOne(js.CrossDeviceOps):
         return total / value.num_replicas if op is js.ReduceOp.MEAN else total
 
 
-def test_operations_that_add_whole_arrays_get_none(four):
+def test_operations_that_add_whole_arrays_get_none():
     w = np.ones((16, 20), np.float32)
     cases = {
         "add up whole arrays": js.ReductionToOneDevice(),

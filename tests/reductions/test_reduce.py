@@ -181,11 +181,6 @@ def made(layout, **options):
     return js.MirroredStrategy(jax.devices()[:devices], **lie, **options)
 
 
-@pytest.fixture
-def cores():
-    return made("cores")
-
-
 def of(dtype):
     return X.astype(np.float32).astype(jnp.dtype(dtype))
 
@@ -315,7 +310,7 @@ def test_all_ways_to_reduce_have_one_result(layout, way):
             np.testing.assert_allclose(array, wanted, rtol=close, atol=close)
 
 
-def test_a_device_of_each_replica_may_be_where_all_goes(cores):
+def test_a_device_of_each_replica_may_be_where_all_goes():
     ops = js.ReductionToOneDevice("CPU:7")
     strategy = made("cores", cross_device_ops=ops)
     assert strategy.reduce("sum", strategy.per_replica([1.0, 2.0, 3.0, 4.0])) == 10
@@ -465,23 +460,12 @@ OF_NOTHING = ["bfloat16", "int8", "complex64"]
 SHAPES = [(0,), (0, 3), (3, 0), (2, 0, 3)]
 
 
-@pytest.fixture
-def of_four():
-    return js.MirroredStrategy(jax.devices()[:4])
-
-
 def per_replica(shape, dtype):
     return js.PerReplica(jnp.zeros((4, *shape), dtype))
 
 
 def mean_dtype(dtype):
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else "float32"
-
-
-def all_reduced_by(strategy, op, value):
-    return strategy.run(
-        lambda x: js.get_replica_context().all_reduce(op, x), args=(value,)
-    )
 
 
 def check(found, shape, dtype):
@@ -491,12 +475,12 @@ def check(found, shape, dtype):
 
 @pytest.mark.slow
 @each_of("dtype", OF_NOTHING)
-def test_nothing_reduces_to_nothing(of_four, dtype):
+def test_nothing_reduces_to_nothing(four, dtype):
     value = {str(shape): per_replica(shape, dtype) for shape in SHAPES}
     for op in ("sum", "mean"):
         result = mean_dtype(dtype) if op == "mean" else dtype
-        outside = of_four.reduce(op, value, axis=None)
-        inside = all_reduced_by(of_four, op, value)
+        outside = four.reduce(op, value, axis=None)
+        inside = four.run(all_reduced, (op, value))
         for shape in SHAPES:
             check(outside[str(shape)], shape, result)
             check(inside[str(shape)], shape, result)
@@ -505,7 +489,7 @@ def test_nothing_reduces_to_nothing(of_four, dtype):
 
 @pytest.mark.slow
 @each_of("dtype", ("bool", "int8", "complex64"))
-def test_nothing_joins_to_nothing(of_four, dtype):
+def test_nothing_joins_to_nothing(four, dtype):
     joined = [
         ((0,), 0, (0,)),
         ((0, 3), 0, (0, 3)),
@@ -519,42 +503,25 @@ def test_nothing_joins_to_nothing(of_four, dtype):
         return [gather(x, axis) for x, (_, axis, _) in zip(values, joined, strict=True)]
 
     values = [per_replica(shape, dtype) for shape, _, _ in joined]
-    inside = of_four.run(step, args=tuple(values))
+    inside = four.run(step, args=tuple(values))
     for value, found, (_, axis, wanted) in zip(values, inside, joined, strict=True):
-        check(of_four.gather(value, axis), wanted, dtype)
+        check(four.gather(value, axis), wanted, dtype)
         check(found, wanted, dtype)
 
 
-IMPLEMENTATIONS = {
-    "default": None,
-    "ring": js.experimental.CommunicationImplementation.RING,
-    "direct": js.experimental.CommunicationImplementation.NCCL,
-}
-
-
-@each_of("op, how", (("sum", "default"), ("mean", "ring"), ("sum", "direct")))
-def test_complex_constants_are_reduced(of_four, op, how):
-    options = None
-    if IMPLEMENTATIONS[how] is not None:
-        options = js.experimental.CommunicationOptions(
-            implementation=IMPLEMENTATIONS[how]
-        )
-
-    def step(x):
-        ones = jnp.ones(3, jnp.complex64)
-        reduced = js.get_replica_context().all_reduce(op, ones, options=options)
-        return reduced, x
-
-    found, _ = of_four.run(step, args=(js.PerReplica(jnp.ones(4)),))
+@each_of("op, how", (("sum", "auto"), ("mean", "ring"), ("sum", "nccl")))
+def test_complex_constants_are_reduced(four, op, how):
+    options = js.experimental.CommunicationOptions(implementation=how)
+    found = four.run(lambda: all_reduced(op, jnp.ones(3, "c8"), options=options))
     np.testing.assert_array_equal(found, np.full(3, 4 if op == "sum" else 1, "c8"))
 
 
-def test_slices_of_no_rows_are_reduced(of_four):
+def test_slices_of_no_rows_are_reduced(four):
     def step(x):
         slices = js.IndexedSlices(x, jnp.zeros((0,), jnp.int32), (5, 2))
-        return js.get_replica_context().all_reduce("sum", slices).to_dense()
+        return all_reduced("sum", slices).to_dense()
 
-    found = of_four.run(step, args=(per_replica((0, 2), "float32"),))
+    found = four.run(step, args=(per_replica((0, 2), "float32"),))
     check(found, (5, 2), "float32")
 
 

@@ -357,9 +357,6 @@ def test_each_collective_of_one_replica(lone):
     assert found["bfloat16"].dtype == jnp.bfloat16
 
 
-# `CentralStorageStrategy` with replicas of several devices, or that share one.
-
-
 # Which devices each replica has, and what each has of an array, in all layouts.
 
 

@@ -163,9 +163,6 @@ def test_a_spread_that_does_not_fit_the_messages_is_refused():
 
 # Links of two levels: the predicted seconds are those of the stages, played out.
 
-# Each takes `data[host, local, ...]`, and returns what each replica ends with.
-
-
 # 2 hosts of 4; inside 1 s and 100 B/s, between 5 s and 10 B/s; 80 B. Ring, tree, and
 # of each stage the faster.
 OF_HOSTS = {

@@ -180,9 +180,7 @@ def test_what_is_no_list_of_devices(two):
         js.MirroredStrategy(two.mesh)
     assert js.MirroredStrategy(list(two.mesh.devices.flat)).devices == two.devices
     for wrong in (1.5, True, object()):
-        with pytest.raises(
-            TypeError, match="`devices` was .* Give entries of `jax.dev"
-        ):
+        with pytest.raises(TypeError, match="`devices` was .* Give entries of `jax.de"):
             js.MirroredStrategy(wrong)
 
 

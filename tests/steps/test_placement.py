@@ -231,8 +231,6 @@ def test_a_dataset_is_not_read_while_jax_traces(two, read, ahead):
 
 # Donated arguments, and arguments that lie elsewhere or are of another strategy.
 
-# Donation.
-
 
 def test_one_array_in_two_donated_places_is_refused(four):
     for strategy in (four, js.MirroredStrategy(jax.devices()[:1])):
@@ -269,9 +267,7 @@ def check_that_one_array_in_two_donated_places_is_refused(strategy):
     assert not x.is_deleted() and not other.is_deleted()
     taken = dict(state)
     step(state, x)
-    with pytest.raises(
-        js.errors.DonatedValueError, match=r"`state\['a'\]` was donated"
-    ):
+    with pytest.raises(js.errors.DonatedValueError, match=r"`state\['a'\]` was donate"):
         step(taken, x)
 
 
@@ -345,9 +341,7 @@ def test_donated_argument_numbers_are_checked(two):
 
 def test_a_per_replica_of_another_number_of_replicas(two, four):
     for value in (ids(two), js.PerReplica(np.zeros((8, 3)))):
-        with pytest.raises(
-            js.errors.PlacementError, match="`x` is a PerReplica for .* repl"
-        ):
+        with pytest.raises(js.errors.PlacementError, match="`x` is a PerReplica for"):
             four.run(lambda x: x, (value,))
     with pytest.raises(js.errors.PlacementError, match="`x` is a PerReplica of shape"):
         four.run(lambda x: x, (js.PerReplica(np.float32(1.0)),))
@@ -361,9 +355,7 @@ def check_that_a_per_replica_of_another_strategy(four, devices):
         return x
 
     for _ in range(2):  # also when the step has been run with a right one
-        with pytest.raises(
-            js.errors.PlacementError, match="`x` is a PerReplica of another"
-        ):
+        with pytest.raises(js.errors.PlacementError, match="`x` is a PerReplica of an"):
             four.run(step, (ids(other),))
         four.run(step, (ids(four),))
 

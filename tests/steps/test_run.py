@@ -449,9 +449,6 @@ def test_batches_have_the_rows_that_there_are(name, ahead):
         assert own.tolist() == [5, 6, 7]
 
 
-# Programs that are the same whatever the number of replicas is.
-
-
 # `to_host`: what was on devices, as NumPy arrays.
 
 

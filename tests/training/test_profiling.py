@@ -120,11 +120,7 @@ def test_what_cannot_be_logged_or_written():
         ({"a": "text"}, TypeError, "`a` is 'text'; a number or an array was wanted"),
         ({"a": jnp.complex64(1)}, TypeError, "a number or an array was wanted"),
         ({"a": js.PerReplica(np.ones(2))}, TypeError, "`a` is a PerReplica, with a"),
-        (
-            {"a": donated()},
-            js.errors.DonatedValueError,
-            "`a`, logged for step 4, was given",
-        ),
+        ({"a": donated()}, js.errors.DonatedValueError, "`a`, logged for step 4, was"),
     ):
         with pytest.raises(error, match=re.escape(words)):
             MetricLogger(Later())(4, metrics)
