@@ -1,14 +1,12 @@
-"""Keras models made in `scope()` train as on one device with the whole batch."""
+"""Keras models in `scope()` train as on one device; what Keras cannot do is refused."""
 
-import os
+import contextlib
 
-os.environ["KERAS_BACKEND"] = "jax"
-
+import jax
 import keras
 import numpy as np
 import pytest
 from helpers.cases import each_of
-from helpers.keras_models import compiled
 
 import jaxstrategy as js
 
@@ -20,6 +18,20 @@ pytestmark = [
 
 ROWS = np.random.default_rng(0).normal(size=(22, 3)).astype(np.float32)
 WANTED = ROWS.sum(1, keepdims=True)
+
+
+def compiled(**options):
+    """A model with all that is hard to divide: statistics and random numbers."""
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    # A bias before a norm has no gradient, and Adam takes steps of the rounding.
+    dense = layers.Dense(4, use_bias=False)
+    norm, drop = layers.BatchNormalization(), layers.Dropout(0.3)
+    parts = [keras.Input((3,)), dense, norm, drop, layers.Dense(1)]
+    model = keras.Sequential(parts)
+    optimizer = keras.optimizers.Adam(1e-2)
+    model.compile(optimizer, "mse", metrics=["mae"], **options)
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -176,3 +188,100 @@ def test_the_distribution_is_a_public_one_and_always_the_same(four):
             assert keras.distribution.distribution() is found
         assert keras.distribution.distribution() is found
     assert keras.distribution.distribution() is None
+
+
+# Other ways to run Keras' loops, and other mistakes, under a strategy.
+
+
+def are_equal(have, want):
+    assert jax.tree.structure(have) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+def of_both(strategy, program):
+    """What a program gives under a strategy, and what it gives under none."""
+    return [program(scope) for scope in (strategy.scope(), contextlib.nullcontext())]
+
+
+class Looking(keras.layers.Layer):
+    """Notes where the rows lie that a compiled step gives it."""
+
+    def __init__(self, note):
+        super().__init__()
+        self.note = note
+
+    def call(self, x):
+        jax.debug.inspect_array_sharding(x, callback=self.note)
+        return x
+
+
+def test_a_step_that_a_model_overrides_has_divided_rows(four):
+    seen = []
+
+    class Mine(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.looking = Looking(lambda sharding: seen.append(sharding))
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(self.looking(x))
+
+        def train_step(self, state, data):
+            logs, state = super().train_step(state, data)
+            return logs | {"twice": logs["loss"] * 2}, state
+
+    def history(scope):
+        keras.utils.set_random_seed(0)
+        with scope:
+            model = Mine()
+            model.compile(optimizer="sgd", loss="mse")
+        return model.fit(ROWS, WANTED, batch_size=8, verbose=0, shuffle=False).history
+
+    have, want = of_both(four, history)
+    are_equal(have, want)
+    assert set(want) == {"loss", "twice"}
+    assert (2, 3) in {sharding.shard_shape((8, 3)) for sharding in seen}
+
+
+@each_of("method", ["fit", "evaluate", "predict"])
+def test_datasets_of_ours_are_refused(four, method):
+    with four.scope():
+        model = compiled()
+    batches = js.batches((ROWS, WANTED), 4)
+    datasets = batches, four.experimental_distribute_dataset(batches)
+    for data in (*datasets, iter(datasets[1])):
+        told = rf"`{method}` was given .*: give arrays of all rows with `batch_size`"
+        with pytest.raises(TypeError, match=told):
+            getattr(model, method)(data, verbose=0)
+    with pytest.raises(TypeError, match=told):
+        getattr(model, method)(x=batches)
+    generator = (batch for batch in batches)
+    assert np.isfinite(model.evaluate(generator, steps=5, verbose=0)[0])
+
+
+def test_where_keras_cannot_follow_it_is_refused_and_variables_are_not(
+    four, monkeypatch
+):
+    servers = js.ParameterServerStrategy(
+        workers=1, parameter_servers=1, backend="threads"
+    )
+    with servers.scope(), pytest.raises(ValueError, match="are on parameter servers"):
+        compiled()
+    servers.close()
+    shared = js.MirroredStrategy(js.simulate(8)[:2], replicas_per_device=2)
+    for strategy in (four, shared):  # the second could train no model of Keras
+        with strategy.scope():
+            total = js.Variable(0.0, aggregation="sum")
+        strategy.run(lambda v: v.assign_add(1.0), (total,))
+        assert float(total.value()) == 4.0
+    assert keras.distribution.distribution() is None
+    model = compiled()
+    monkeypatch.setattr(keras.config, "backend", lambda: "tensorflow")
+    with (
+        four.scope(),
+        pytest.raises(ValueError, match="KERAS_BACKEND=jax before Keras"),
+    ):
+        compiled()
+    assert model.built
