@@ -90,9 +90,27 @@ class ProgramValue:
         return array_type(self._array.dtype, self._array.shape, ", ")
 
 
-def constants(jaxpr: ClosedJaxpr) -> Iterator[ProgramValue]:
-    """The constants of `jaxpr` and of inner jaxprs."""
-    yield from _constants(jaxpr, (), set())
+def constants(
+    jaxpr: ClosedJaxpr,
+    holders: tuple[Equation, ...] = (),
+    seen: set[int] | None = None,
+) -> Iterator[ProgramValue]:
+    """The constants of `jaxpr` and of inner jaxprs, which are in `holders`."""
+    seen = set() if seen is None else seen
+    if id(jaxpr) in seen:
+        return
+    seen.add(id(jaxpr))
+    inside = plain(jaxpr)
+    consts = getattr(jaxpr, "consts", ())
+    for var, value in zip(inside.constvars, consts, strict=False):
+        if _is_array(value):
+            yield ProgramValue(value, site=_site(_first_use(inside, var), holders))
+    for eqn in inside.eqns:
+        for atom in eqn.invars:
+            if isinstance(atom, Literal) and _is_array(atom.val):
+                yield ProgramValue(atom.val, site=_site((eqn,), holders))
+        for inner in closed_jaxprs(eqn.params):
+            yield from constants(inner, (eqn, *holders), seen)
 
 
 def fingerprint(
@@ -128,25 +146,6 @@ def code_of(jaxpr: Jaxpr) -> bytes:
         if isinstance(value, Exported)
     ]
     return b"".join([_ADDRESS.sub("", str(jaxpr)).encode(), *modules])
-
-
-def _constants(
-    jaxpr: ClosedJaxpr, holders: tuple[Equation, ...], seen: set[int]
-) -> Iterator[ProgramValue]:
-    if id(jaxpr) in seen:
-        return
-    seen.add(id(jaxpr))
-    inside = plain(jaxpr)
-    consts = getattr(jaxpr, "consts", ())
-    for var, value in zip(inside.constvars, consts, strict=False):
-        if _is_array(value):
-            yield ProgramValue(value, site=_site(_first_use(inside, var), holders))
-    for eqn in inside.eqns:
-        for atom in eqn.invars:
-            if isinstance(atom, Literal) and _is_array(atom.val):
-                yield ProgramValue(atom.val, site=_site((eqn,), holders))
-        for inner in closed_jaxprs(eqn.params):
-            yield from _constants(inner, (eqn, *holders), seen)
 
 
 def _site(eqns: tuple[Equation, ...], holders: tuple[Equation, ...]) -> Site | None:

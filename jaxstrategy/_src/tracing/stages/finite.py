@@ -211,7 +211,7 @@ class _Evaluation:
     def _outputs(self, eqn: Equation, operands: list[Value]) -> Sequence[jax.Array]:
         name = eqn.primitive.name
         if (inner := callee(eqn)) is not None:
-            inlined = self._inside(eqn)
+            inlined = _Evaluation(self._owner, (eqn, *self._holders), self.found)
             inlined._seen = self._seen
             outputs = inlined.run(inner, operands)
             self.found = inlined.found
@@ -229,9 +229,14 @@ class _Evaluation:
             self._compare(eqn, operands, outputs)
         return outputs
 
-    def _inside(self, eqn: Equation, found: jax.Array | None = None) -> _Evaluation:
-        found = self.found if found is None else found
-        return _Evaluation(self._owner, (eqn, *self._holders), found)
+    def _inner(self, eqn: Equation, jaxpr: ClosedJaxpr) -> Callable[..., _Outputs]:
+        """An inner jaxpr, as a function of what was found before it and its inputs."""
+
+        def evaluate(found: jax.Array, *inputs: Value) -> _Outputs:
+            inner = _Evaluation(self._owner, (eqn, *self._holders), found)
+            return inner.run(jaxpr, inputs), inner.found
+
+        return evaluate
 
     def _compare(
         self, eqn: Equation, operands: Sequence[Value], outputs: Sequence[jax.Array]
@@ -256,13 +261,10 @@ class _Evaluation:
         index, *rest = operands
 
         def branch(jaxpr: ClosedJaxpr) -> Callable[[jax.Array], _Outputs]:
-            def taken(found: jax.Array) -> _Outputs:
-                inner = self._inside(eqn, found)
-                return inner.run(jaxpr, rest), inner.found
+            evaluate = self._inner(eqn, jaxpr)
+            return lambda found: evaluate(found, *rest)
 
-            return taken
-
-        branches = [branch(jaxpr) for jaxpr in eqn.params["branches"]]
+        branches = list(map(branch, eqn.params["branches"]))
         outputs, self.found = lax.switch(index, branches, self.found)
         return outputs
 
@@ -271,21 +273,17 @@ class _Evaluation:
         first, count = scan_counts(eqn)
         last = first + count
         consts, start, rows = operands[:first], operands[first:last], operands[last:]
+        evaluate = self._inner(eqn, params["jaxpr"])
 
         def body(
             carry: _Outputs, row: list[jax.Array]
         ) -> tuple[_Outputs, list[jax.Array]]:
-            inner = self._inside(eqn, carry[1])
-            outputs = inner.run(params["jaxpr"], [*consts, *carry[0], *row])
-            return (outputs[:count], inner.found), outputs[count:]
+            outputs, found = evaluate(carry[1], *consts, *carry[0], *row)
+            return (outputs[:count], found), outputs[count:]
 
+        options = {name: params[name] for name in ("length", "reverse", "unroll")}
         (end, self.found), stacked = lax.scan(
-            body,
-            (start, self.found),
-            rows,
-            length=params["length"],
-            reverse=params["reverse"],
-            unroll=params["unroll"],
+            body, (start, self.found), rows, **options
         )
         return [*end, *stacked]
 
@@ -296,15 +294,10 @@ class _Evaluation:
         cond_consts, consts = operands[:first], operands[first:last]
         # Not checked: a condition returns only a bool.
         condition = core.jaxpr_as_fun(params["cond_jaxpr"])
-
-        def body(carry: _Outputs) -> _Outputs:
-            inner = self._inside(eqn, carry[1])
-            outputs = inner.run(params["body_jaxpr"], [*consts, *carry[0]])
-            return outputs, inner.found
-
+        evaluate = self._inner(eqn, params["body_jaxpr"])
         end, self.found = lax.while_loop(
             lambda carry: condition(*cond_consts, *carry[0])[0],
-            body,
+            lambda carry: evaluate(carry[1], *consts, *carry[0]),
             (operands[last:], self.found),
         )
         return end
