@@ -6,6 +6,7 @@ import pdb
 import re
 import signal
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -163,7 +164,7 @@ def test_shapes_may_depend_on_data(two):
     assert isinstance(kept, js.experimental.Versions)
     assert [each.tolist() for each in kept] == [[1.0, 2.0], [3.0]]
     assert two.experimental_local_results(kept) == kept.values
-    assert kept.local(1).tolist() == [3.0]
+    assert kept.local(1).tolist() == kept[1].tolist() == [3.0] and len(kept) == 2
     assert float(total) == 6
     assert words.values == ("2 rows", "1 rows")
     with pytest.raises(IndexError, match="Replica 2 was asked of a value of which"):
@@ -603,6 +604,24 @@ def test_an_interrupt_ends_all(three):
 
     with js.experimental.eager_replicas(), pytest.raises(KeyboardInterrupt):
         three.run(step)
+
+
+@pytest.mark.slow
+def test_a_replica_that_runs_on_is_told_with_its_line(three):
+    def step():
+        end = time.monotonic() + 60
+        while number() == 1 and not caught and time.monotonic() < end:
+            time.sleep(0.1)  # here
+        return replica().all_reduce("sum", 1.0)
+
+    with (
+        js.experimental.eager_replicas(),
+        pytest.warns(js.errors.LateReplicaWarning) as caught,
+    ):
+        assert float(three.run(step)) == 3
+    text = str(caught[0].message)
+    assert text.startswith("Replica 1 of `step` has run for 10 s and has not come to a")
+    assert re.search(r"It is at\n  .*\nReplica 0 waits at all_reduce\('sum'\) of", text)
 
 
 def test_a_debugger_shows_one_replica_at_a_time(three):
