@@ -175,11 +175,3 @@ def test_without_the_extra_it_says_what_to_install(file):
     assert done.returncode == 1
     assert "needs LibCST, which is not installed" in done.stderr
     assert "pip install 'jaxstrategy[port]'" in done.stderr
-
-
-def test_the_tables_of_names(capsys):
-    assert main(["--table", "2018"]) == 0
-    out = capsys.readouterr().out
-    assert (
-        "| `tf.contrib.distribute.MirroredStrategy` | `distribute.MirroredStra" in out
-    )
