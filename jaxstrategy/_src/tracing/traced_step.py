@@ -89,14 +89,8 @@ class ReplicaStep:
         self.overlap = environment.overlap
         self.roles = [role for role in signature.roles if role is not Role.STATIC]
         self.name = name_of(self.fn)
-        # Whether arrays replace Flax NNX objects among the arguments.
-        nodes = signature.treedef.unflatten(signature.leaves)
-        self.has_objects = any(
-            map(
-                nnx.is_object_arrays,
-                jax.tree.leaves(nodes, is_leaf=nnx.is_object_arrays),
-            )
-        )
+        # Once it is traced, whether arrays replace Flax NNX objects among arguments.
+        self.has_objects = False
         # For each traced argument whether it has a version for each replica.
         self.layouts: list[ReplicaLayout] = [
             STACKED if role is Role.PER_REPLICA else REPLICATED for role in self.roles
@@ -194,6 +188,7 @@ class ReplicaStep:
         ]
         fn = self.fn
         args, kwargs = self.signature.rebuild(leaves)
+        self.has_objects = nnx.has_arrays((args, kwargs))
         statics = [
             (self.signature.label(fn, index).strip("`"), value)
             for index, value in self.signature.with_statics()
