@@ -147,6 +147,29 @@ def test_threads_that_call_it_first_at_once_find_these_constants_too(two):
     assert results == [6, 6]
 
 
+def test_a_constant_is_not_what_the_trace_of_another_thread_has_in_its_place(two):
+    count, began, traced = jnp.asarray(2), threading.Event(), threading.Event()
+
+    def other(x):
+        began.set()
+        traced.wait(1)  # which it would be if it did not wait for this trace
+        return x * count
+
+    def step(x):
+        if began.is_set():
+            traced.set()
+        return x * int(count)
+
+    def again():
+        began.wait()
+        results.append(two.run(step, (np.ones(3, np.float32),)))
+
+    two.run(step, (1.0,))
+    results = []
+    in_threads(lambda: two.run(other, (1.0,)), again)
+    np.testing.assert_array_equal(results, [[2, 2, 2]])
+
+
 def test_what_python_does_not_say_is_looked_at_anew_and_told_of(two):
     """A generator of random numbers may have gone on; nobody can tell."""
     rng, drawn = np.random.default_rng(0), []

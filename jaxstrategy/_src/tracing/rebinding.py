@@ -183,7 +183,11 @@ def original_value(binding: Binding) -> object:
 def rebound(fn: Function, replaced: Mapping[str, object]) -> Iterator[Function]:
     """A `with` block in which `fn` captures other values, given by label."""
     if not replaced:
-        yield fn
+        # Arrays that are constants must not be those of another thread's trace.
+        is_eager = context.current().eager is not None
+        waits = not is_eager and bool(references(fn).arrays)
+        with rebinding_lock if waits else contextlib.nullcontext():
+            yield fn
         return
     if (eager := context.current().eager) is not None:
         # Other threads of this step wait meanwhile, and may ask for the lock.
