@@ -253,6 +253,9 @@ def in_groups(x):
 ALSO_TWICE = {
     "mean": lambda x: lax.pmean(x, AXIS),
     "mean of integers": lambda x: lax.pmean(jnp.int32(x), AXIS),
+    "divided in a jitted function": lambda x: jax.jit(lambda s: s / 4)(
+        lax.psum(x, AXIS)
+    ),
     "after arithmetic": lambda x: jnp.where(
         jnp.isfinite(mean := replica().all_reduce("mean", x)), mean.clip(0, 9), 0.0
     ),
