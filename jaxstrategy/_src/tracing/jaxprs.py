@@ -119,6 +119,21 @@ def callee(eqn: Equation) -> ClosedJaxpr | None:
     return next(eqn.params[key] for key in keys if key in eqn.params)
 
 
+def scan_counts(eqn: Equation) -> tuple[int, int]:
+    """The numbers of operands of a scan that are constants, and that are its carry."""
+    inner = plain(eqn.params["jaxpr"])
+    # Operands are constants, carry and xs; results are carry and ys. The parameters
+    # with their numbers change between versions; but only xs and ys have one dimension
+    # more outside the loop.
+    n_carry = _count_equal_rank(eqn.outvars, inner.outvars)
+    return _count_equal_rank(eqn.invars, inner.invars) - n_carry, n_carry
+
+
+def _count_equal_rank(outer: Sequence[Atom], inner: Sequence[Atom]) -> int:
+    pairs = zip(outer, inner, strict=True)
+    return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in pairs)
+
+
 def variables(atoms: Iterable[Atom]) -> Iterator[Var]:
     """The atoms without literals."""
     return (x for x in atoms if not isinstance(x, core.Literal | core.DropVar))

@@ -44,6 +44,7 @@ from jaxstrategy._src.tracing.jaxprs import (
     function_of,
     is_along,
     origins_of,
+    scan_counts,
     variables,
 )
 from jaxstrategy._src.tracing.partition.global_part import UNKNOWN, is_sum_of_all
@@ -51,7 +52,6 @@ from jaxstrategy._src.tracing.partition.partitioned_step import PartitionedStep
 from jaxstrategy._src.tracing.partition.per_replica_part import Exchange
 from jaxstrategy._src.tracing.program import Program
 from jaxstrategy._src.tracing.references import source_location
-from jaxstrategy._src.tracing.replication.control import scan_counts
 from jaxstrategy._src.tracing.replication.types import Collective, Site
 from jaxstrategy._src.tracing.saved_step import Preparation
 from jaxstrategy._src.tracing.signature import Role

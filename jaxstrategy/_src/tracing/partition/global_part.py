@@ -25,11 +25,11 @@ from jaxstrategy._src.tracing.jaxprs import (
     effect_of,
     origins_of,
     plain,
+    scan_counts,
     uses_of,
 )
 from jaxstrategy._src.tracing.partition.layout import Layout
 from jaxstrategy._src.tracing.partition.partition import Partition
-from jaxstrategy._src.tracing.replication.control import scan_counts
 
 Dimension: TypeAlias = int | None
 """The dimension along which a value is sharded; None: it is replicated."""

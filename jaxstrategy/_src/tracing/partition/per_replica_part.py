@@ -26,6 +26,7 @@ from jaxstrategy._src.tracing.jaxprs import (
     closed,
     in_runs,
     rewritten_function,
+    scan_counts,
 )
 from jaxstrategy._src.tracing.numbered_prints import on_each_device
 from jaxstrategy._src.tracing.partition.global_part import (
@@ -33,7 +34,6 @@ from jaxstrategy._src.tracing.partition.global_part import (
     is_sum_of_all,
 )
 from jaxstrategy._src.tracing.partition.partition import shard_function
-from jaxstrategy._src.tracing.replication.control import scan_counts
 from jaxstrategy._src.values.arrays import Function, Leaf
 
 

@@ -24,7 +24,6 @@ from jaxstrategy._src.tracing.jaxprs import (
 )
 from jaxstrategy._src.tracing.replication import (
     analysis as _analysis,
-    control,
     primitives,
 )
 from jaxstrategy._src.tracing.replication.analysis import (
@@ -546,14 +545,14 @@ _RULES: dict[str, Rule] = {
     **{name: rule for e, rule in _OF_EFFECTS.items() for name in primitives_with(e)},
     **dict.fromkeys(_FOLDING, folding),
     "axis_index": axis_index,
-    "shard_map": control.mapped,
-    "cond": control.branching,
-    "while": control.while_loop,
-    "scan": control.scan,
-    "custom_linear_solve": also(control.linear_solve, forward),
-    "custom_jvp_call": also(control.call, forward),
-    "custom_vjp_call": also(control.call, backward),
-    "custom_vmap_call": also(control.call, batched),
+    "shard_map": _analysis.mapped,
+    "cond": _analysis.branching,
+    "while": _analysis.while_loop,
+    "scan": _analysis.scan,
+    "custom_linear_solve": also(_analysis.linear_solve, forward),
+    "custom_jvp_call": also(_analysis.call, forward),
+    "custom_vjp_call": also(_analysis.call, backward),
+    "custom_vmap_call": also(_analysis.call, batched),
     "call_hi_primitive": _hi_primitive,
     "new_ref": _new_ref,
     "empty_ref": _empty_ref,
@@ -568,10 +567,10 @@ _RULES: dict[str, Rule] = {
     "mul": scaling,
     "div": scaling,
     **dict.fromkeys(("empty", "empty2"), _empty),
-    "run_state": control.run_state,
+    "run_state": _analysis.run_state,
     "accum_grad_in_ref": _addupdate,
     **dict.fromkeys(("optimization_barrier", "device_put", "pvary"), per_operand),
     **dict.fromkeys(_COMPARISONS, _comparison),
     **dict.fromkeys(_OUTSIDE, outside),
-    **dict.fromkeys(_CALLS, control.call),
+    **dict.fromkeys(_CALLS, _analysis.call),
 }

@@ -29,8 +29,8 @@ from jaxstrategy._src.tracing.jaxprs import (
     callee,
     is_along,
     plain,
+    scan_counts,
 )
-from jaxstrategy._src.tracing.replication.control import scan_counts
 from jaxstrategy._src.tracing.replication.types import Site
 from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
 from jaxstrategy._src.values.arrays import Value
