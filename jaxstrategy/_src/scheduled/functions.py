@@ -49,7 +49,7 @@ from jaxstrategy._src.scheduled.trace import Call, trace_function
 from jaxstrategy._src.scheduled.values import WorkerArgument
 from jaxstrategy._src.text import shown
 from jaxstrategy._src.tracing import rebinding, signature as _signature
-from jaxstrategy._src.tracing.function_cache import FunctionKey, identity
+from jaxstrategy._src.tracing.function_cache import Key, identity
 from jaxstrategy._src.tracing.references import (
     Binding,
     Identity,
@@ -233,7 +233,7 @@ class _Function:
     """A function object, as it was when it was looked at."""
 
     alive: object
-    key: FunctionKey | None  # None once a trace has changed it
+    key: Key | None  # None once a trace has changed it
     token: object  # the same for functions of one key
     looks_again: bool
     refers_to: object
@@ -441,7 +441,7 @@ def _closure(own: Any) -> list[object]:
     return [Binding(cell).get() for cell in cells]
 
 
-def _key_of(own: Any, wrappers: tuple[Hashable, ...]) -> tuple[FunctionKey, bool]:
+def _key_of(own: Any, wrappers: tuple[Hashable, ...]) -> tuple[Key, bool]:
     """The key of functions that do the same, and whether it changes unnoticed."""
     with rebinding.rebinding_lock:
         references = References(own, finds_objects=False)
@@ -452,5 +452,5 @@ def _key_of(own: Any, wrappers: tuple[Hashable, ...]) -> tuple[FunctionKey, bool
         form = tuple(map(Identity, parts))
     arrays = map(Identity, references.arrays.values())
     code = Identity(code_of(own))
-    key = FunctionKey((*wrappers, *form, *arrays), code, options=None)
+    key = (code, *wrappers, *form, *arrays)
     return key, any(is_nnx_node(each.value) for each in references.nodes)

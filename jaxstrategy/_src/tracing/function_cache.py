@@ -6,7 +6,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import jax
 
@@ -57,22 +57,17 @@ _MAX_UNUSED_KEYS = 8
 _MAX_MUTATING = 256
 
 
-class FunctionKey(NamedTuple):
-    """The cache key of a function: equal for functions that do the same."""
+# Equal for functions that do the same: the code, options, and what is referred to.
+Key: TypeAlias = tuple[Hashable, ...]
 
-    tokens: tuple[Hashable, ...]
-    code: Identity
-    options: RunOptions | None
 
-    @property
-    def identities(self) -> list[Identity]:
-        """The objects without which no function can have this key any more."""
-        tokens = (self.code, *self.tokens)
-        return [token for token in tokens if isinstance(token, Identity)]
+def _identities(key: Key) -> list[Identity]:
+    """The objects without which no function can have this key any more."""
+    return [token for token in key if isinstance(token, Identity)]
 
 
 class _Unshared(Identity):
-    """The first token in the key of a function that is cached by its identity."""
+    """In the key of a function that is cached by its identity."""
 
 
 @final
@@ -94,81 +89,96 @@ class FunctionCache:
         self._frozen = frozen
         self._functions: dict[Hashable, CachedFunction] = {}
         self._histories: dict[int, History] = {}
-        self._table: dict[FunctionKey, ProgramCache] = {}
+        self._table: dict[Key, ProgramCache] = {}
         # The captured values that a trace mutates, as indices into its references.
-        self.mutated: dict[FunctionKey, tuple[int, ...]] = {}
+        self._mutated: dict[Key, tuple[int, ...]] = {}
         # Functions that need the values of captured arrays in Python, by their code.
         self.with_constants: set[Identity] = set()
 
     def of(self, fn: Function, options: RunOptions | None = None) -> CachedFunction:
         """The programs of `fn`, the same object as long as `fn` lives."""
-        key = identity(fn), options
-        function = self._functions.get(key)
+        number, functions = (identity(fn), options), self._functions
+        function = functions.get(number)
         if function is None:
-            get_fn = weak_function(fn, weak_method(self, FunctionCache._on_death, key))
-            function = self._functions[key] = CachedFunction(get_fn, options, self)
+            get_fn = weak_function(fn, lambda _: functions.pop(number, None))
+            function = functions[number] = CachedFunction(get_fn, options, self)
         return function
 
-    def _on_death(self, key: Hashable, *_: object) -> None:
-        function = self._functions.pop(key, None)
-        if function is not None and not function.is_shared:
-            self._purge()
+    def key_of(
+        self, fn: Function, options: RunOptions | None, references: References
+    ) -> tuple[Key, dict[str, Leaf]]:
+        """The cache key of a function, and the captured values its programs take."""
+        code = Identity(code_of(fn))
+        captured: dict[str, Leaf] = dict(references.objects)
+        constants: list[Leaf] = []
+        if code in self.with_constants:
+            constants = list(references.arrays.values())
+        else:
+            captured |= references.arrays
+        tokens = references.key
+        if references.opaque or _is_module_level(fn):
+            is_method = isinstance(fn, types.MethodType)
+            # The function of a method is the same at each access, the method is not.
+            function, *owner = (fn.__func__, fn.__self__) if is_method else (fn,)
+            tokens = (_Unshared(function), *map(Identity, owner))
+        return (code, options, *tokens, *map(Identity, constants)), captured
 
     def programs(
-        self, key: FunctionKey, fn: Function, references: References | None
+        self,
+        key: Key,
+        fn: Function,
+        options: RunOptions | None,
+        references: References,
     ) -> ProgramCache:
         """The programs of functions with this key."""
-        known = self._table.get(key)
-        if known is not None:
+        key = self._with_mutated(key, references)
+        if (known := self._table.get(key)) is not None:
             return known
         if self._frozen is not None:
             self._frozen.check_function(fn)
+        history, calls = history_of(fn, self._histories), Calls(references)
         made = ProgramCache(
-            self._environment,
-            self._agreement,
-            key.options,
-            history_of(fn, self._histories),
-            Calls(references),
-            frozen=self._frozen,
+            self._environment, self._agreement, options, history, calls, self._frozen
         )
-        self._purge(key.code)
+        self._purge(key[0])
         # At once: programs may hold large constants.
         on_death = weak_method(self, FunctionCache._purge, None)
-        made.watched = [each.watch(on_death) for each in key.identities]
+        made.watched = [each.watch(on_death) for each in _identities(key)]
+        made.key = key
         return self._table.setdefault(key, made)  # or another thread's
+
+    def unshare(self, programs: ProgramCache) -> None:
+        """Lets no other function use these programs."""
+        if self._table.get(programs.key) is programs:
+            del self._table[programs.key]
 
     def share_mutating(
         self,
-        key: FunctionKey,
+        key: Key,
         references: References,
         mutated: tuple[int, ...],
         programs: ProgramCache,
     ) -> None:
         """Lets functions share programs whose trace has mutated what they capture."""
-        if len(self.mutated) >= _MAX_MUTATING:
-            del self.mutated[next(iter(self.mutated))]
-        self.mutated[key] = mutated
-        self._table.setdefault(self.with_mutated(key, references), programs)
+        if len(self._mutated) >= _MAX_MUTATING:
+            del self._mutated[next(iter(self._mutated))]
+        self._mutated[key] = mutated
+        programs.key = self._with_mutated(key, references)
+        self._table.setdefault(programs.key, programs)
 
-    def with_mutated(self, key: FunctionKey, references: References) -> FunctionKey:
+    def _with_mutated(self, key: Key, references: References) -> Key:
         """`key`, with the identities of what a trace mutates."""
-        indices = self.mutated.get(key, ())
-        mutated = (Identity(references.nodes[i].value) for i in indices)
-        return key._replace(tokens=(*key.tokens, *mutated)) if indices else key
+        indices = self._mutated.get(key, ())
+        return (*key, *(Identity(references.nodes[i].value) for i in indices))
 
-    def unshare(self, key: FunctionKey, programs: ProgramCache) -> None:
-        """Lets no other function use these programs by this key."""
-        if self._table.get(key) is programs:
-            del self._table[key]
-
-    def _purge(self, code: Identity | None = None, *_: object) -> None:
+    def _purge(self, code: Hashable = None, *_: object) -> None:
         """Drops programs that no function can use any more, and old ones of `code`."""
         items = list(self._table.items())
         old = []
         for key in [key for key, programs in items if not programs.is_in_use]:
-            if any(identity.is_gone for identity in key.identities):
+            if any(identity.is_gone for identity in _identities(key)):
                 self._table.pop(key, None)
-            elif key.code == code:
+            elif key[0] == code:
                 old.append(key)
         for key in old[: max(0, len(old) - _MAX_UNUSED_KEYS + 1)]:
             self._table.pop(key, None)
@@ -194,15 +204,12 @@ class CachedFunction:
         self._get_fn = get_fn
         self._options = options
         self._cache = cache
-        self._key: FunctionKey | None = None
-        # Whether another function can use its programs.
-        self.is_shared = True
         # Its programs, and the captured values that they take as arguments, by label:
         # one tuple, as another thread may look them up meanwhile.
         self._found = _NOTHING_FOUND
-        # What it referred to at the last lookup, during a call; and the tokens of that.
+        # What it referred to at the last lookup, during a call; and the key of that.
         self._references: References | None = None
-        self._tokens: tuple[Hashable, ...] = ()
+        self._key: Key = ()
         # Bindings that lead to captured values, with what they had.
         self._captured_bindings: list[tuple[Binding, object]] = []
         # Of a method's object, or a callable one, the attributes that its code names.
@@ -316,61 +323,31 @@ class CachedFunction:
     def _lookup(self, fn: Function) -> tuple[ProgramCache, dict[str, Leaf]]:
         """Finds the programs of the cache key, and the captured values they take."""
         self._found = _NOTHING_FOUND  # the previous ones are not right any more
-        captured: dict[str, Leaf] = {}
-        if _is_module_level(fn) and not trees.object_kinds():
-            self._captured_bindings, references = [], None
-            code = Identity(code_of(fn))
-            key = FunctionKey((_Unshared(fn),), code, self._options)
-        else:
-            references = rebinding.references(fn)
-            captured, key = self._key_of(fn, references)
-            self._references, self._tokens = references, key.tokens
-            if self._cache.mutated:
-                key = self._cache.with_mutated(key, references)
-            captured_bindings = references.captured_bindings
-            self._captured_bindings = captured_bindings() if captured else []
-            if isinstance(references.root, types.MethodType):
-                self._names = references.named_attributes(references.root)
-        self._key = key
-        self.is_shared = not isinstance(key.tokens[0], _Unshared)
+        references = self._references = rebinding.references(fn)
+        self._key, captured = self._cache.key_of(fn, self._options, references)
+        bindings = references.captured_bindings
+        self._captured_bindings = bindings() if captured else []
+        if isinstance(references.root, types.MethodType):
+            self._names = references.named_attributes(references.root)
         self._take_snapshot(fn)
-        programs = self._cache.programs(key, fn, references)
+        programs = self._cache.programs(self._key, fn, self._options, references)
         programs.add(self._get_fn)
         self._found = programs, captured
         return programs, captured
-
-    def _key_of(
-        self, fn: Function, references: References
-    ) -> tuple[dict[str, Leaf], FunctionKey]:
-        """The captured values that programs of `fn` take, and the cache key."""
-        code = Identity(code_of(fn))
-        captured: dict[str, Leaf] = dict(references.objects)
-        constants: list[Leaf] = []
-        if code in self._cache.with_constants:
-            constants = list(references.arrays.values())
-        else:
-            captured |= references.arrays
-        tokens = references.key
-        if references.opaque or _is_module_level(fn):
-            is_method = isinstance(fn, types.MethodType)
-            # The function of a method is the same at each access, the method is not.
-            function, *owner = (fn.__func__, fn.__self__) if is_method else (fn,)
-            tokens = (_Unshared(function), *map(Identity, owner))
-        tokens = (*tokens, *map(Identity, constants))
-        return captured, FunctionKey(tokens, code, self._options)
 
     def _update_key(self, fn: Function | None, programs: ProgramCache) -> None:
         """After a trace, which may have changed what the function captures."""
         if fn is None or self._found[0] is not programs:
             return
         self._take_snapshot(fn)
-        if self._key is None or not self.is_shared:
+        if any(isinstance(token, _Unshared) for token in self._key):
             return
         references = rebinding.references(fn)
-        key = self._key_of(fn, references)[1]
-        if keys_match(key.tokens, self._tokens):
+        key, _ = self._cache.key_of(fn, self._options, references)
+        if keys_match(key, self._key):
             return
-        self._cache.unshare(self._key, programs)
+        self._key = key
+        self._cache.unshare(programs)
         programs.owner = self  # other functions may have found them already
         before = self._references
         if before and (mutated := references.mutated_since(before)):
@@ -435,6 +412,7 @@ class ProgramCache:
         self.get_caller: Callable[[], Function | None] = lambda: None
         # The only function that may use these, as their trace has mutated its captures.
         self.owner: object | None = None
+        self.key: Key = ()  # by which others find them
         self.traces = 0
         self.has_succeeded = False
         # Weak references whose callbacks drop programs; kept alive here.

@@ -50,11 +50,10 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 class Calls:
     """The number of calls of functions with one cache key, and what they capture."""
 
-    def __init__(self, references: References | None) -> None:
+    def __init__(self, references: References) -> None:
         self.count = 0
-        self._opaque = None if references is None else references.opaque
-        self._tokens = () if references is None else references.key
-        nodes = () if references is None else references.nodes
+        self._opaque = references.opaque
+        self._tokens, nodes = references.key, references.nodes
         self._labels = [node.label for node in nodes]
         self._kinds = [type(node.value) for node in nodes]
         self._texts = [_described(node.value) for node in nodes]
