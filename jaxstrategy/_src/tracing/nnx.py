@@ -129,13 +129,13 @@ def is_object_arrays(node: object) -> bool:
     return isinstance(node, ObjectArrays)
 
 
-def has_arrays(tree: PyTree) -> bool:
-    """Whether arrays of objects are in a tree."""
-    return any(map(is_object_arrays, jax.tree.leaves(tree, is_leaf=is_object_arrays)))
-
-
 def is_whole_or_arrays(node: object) -> bool:
     return is_object_arrays(node) or trees.is_whole(node)
+
+
+def has_arrays(tree: PyTree) -> bool:
+    """Whether arrays of objects are in a tree; reads no variables."""
+    return any(map(is_object_arrays, jax.tree.leaves(tree, is_leaf=is_whole_or_arrays)))
 
 
 # Part of the structure of arguments; `RecentObjects` keeps one for each `key`.
