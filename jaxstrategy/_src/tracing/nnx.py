@@ -561,11 +561,8 @@ def call(
         if variable.get_raw_value() is folded:
             variable.set_raw_value(key)
     numbered = structure.unflatten(range(len(leaves)))
-    labels = [
-        _signature.label(fn, numbered, index).strip("`")
-        for index, leaf in enumerate(leaves)
-        if is_object_arrays(leaf)
-    ]
+    pairs = zip(_signature.labels(fn, numbered), leaves, strict=True)
+    labels = [label.strip("`") for label, leaf in pairs if is_object_arrays(leaf)]
     return returned, [
         dataclasses.replace(part, names=tuple(f"{label}.{n}" for n in part.names))
         for part, label in zip(form.split(objects, parts), labels, strict=True)

@@ -173,7 +173,7 @@ def _change(
         )
     for index, (was, now) in enumerate(zip(old_avals, new_avals, strict=True)):
         if was != now:
-            where = new.label(fn, new.dynamic[index])
+            where = new.labels(fn)[new.dynamic[index]]
             return (
                 f"the shape or dtype of {where} changed: it was {was.str_short()}, is "
                 f"{now.str_short()}. Pad batches to one shape, or drop the last one."

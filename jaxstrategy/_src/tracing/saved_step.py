@@ -25,7 +25,7 @@ from jaxstrategy._src.replicas.mesh import is_key
 from jaxstrategy._src.text import array_type, shown
 from jaxstrategy._src.tracing.constants import code_of, constants
 from jaxstrategy._src.tracing.jaxprs import all_eqns
-from jaxstrategy._src.tracing.traced_step import TracedStep
+from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
 from jaxstrategy._src.values.arrays import Leaf
 from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.version import version_of
@@ -44,15 +44,12 @@ class Preparation:
     compiler_options: Mapping[str, str]
     lower: Callable[[], Lowered]
 
-    @property
-    def num_arguments(self) -> int:
-        """The number of inputs that are arguments, not variables."""
-        return len(self.step.signature.dynamic)
 
-    def label(self, index: int) -> str:
-        if index < self.num_arguments:
-            return f"argument {self.step.label(index)}"
-        return f"variable {self.variables[index - self.num_arguments]!r}"
+def _label(step: ReplicaStep, variables: Sequence[str], index: int) -> str:
+    count = len(step.roles)
+    if index < count:
+        return f"argument {step.label(index)}"
+    return f"variable {variables[index - count]!r}"
 
 
 Obtain: TypeAlias = Callable[[Preparation], Compiled]
@@ -62,14 +59,14 @@ Obtain: TypeAlias = Callable[[Preparation], Compiled]
 class PreparedCall:
     """A compiled program in place of a jitted function; raises for other types."""
 
-    __slots__ = ("_compiled", "_labels", "_name", "_types", "_weak")
+    __slots__ = ("_compiled", "_name", "_step", "_types", "_variables", "_weak")
 
     def __init__(self, compiled: Compiled, preparation: Preparation) -> None:
         self._compiled = compiled
         # The preparation itself would keep arrays and the trace alive.
-        self._name = preparation.step.name
-        labels = map(preparation.label, range(len(preparation.inputs)))
-        self._labels = [label[0].upper() + label[1:] for label in labels]
+        self._step = step = preparation.step.replica_step
+        self._variables = preparation.variables
+        self._name = step.name
         self._types: list[Any] = [
             jax.ShapeDtypeStruct(
                 each.shape,
@@ -81,7 +78,7 @@ class PreparedCall:
         ]
         # JAX does not check weak types here, but type promotion in the step depended on
         # them. Random keys have none.
-        arguments = enumerate(self._types[: preparation.num_arguments])
+        arguments = enumerate(self._types[: len(step.roles)])
         self._weak = [(i, x.weak_type) for i, x in arguments if not is_key(x.dtype)]
 
     def __call__(self, *inputs: Any) -> Any:
@@ -111,17 +108,19 @@ class PreparedCall:
         """Describes how inputs differ from those the step was compiled for."""
         if any(isinstance(each, Tracer) for each in inputs):
             return traced_caller(self._name)
-        for label, known, leaf in zip(self._labels, self._types, inputs, strict=True):
+        pairs = zip(self._types, inputs, strict=True)
+        for index, (known, leaf) in enumerate(pairs):
             was, came = _type_of(known), _type_of(leaf)
             expected, sharding = known.sharding, leaf.sharding
             if was == came and not expected.is_equivalent_to(sharding, known.ndim):
                 was, came = f"{was}, {expected.spec}", f"{came}, {sharding.spec}"
             if was == came:
                 continue
+            label = _label(self._step, self._variables, index)
             message = (
-                f"{label} of `{self._name}` is {came}, and the step is compiled "
-                f"for {was}. Call it with what it was compiled for, or compile it "
-                "for this."
+                f"{label[0].upper()}{label[1:]} of `{self._name}` is {came}, and the "
+                f"step is compiled for {was}. Call it with what it was compiled for, "
+                "or compile it for this."
             )
             (rows, *row), (new_rows, *new_row) = (
                 each.shape or (0,) for each in (known, leaf)
@@ -216,7 +215,8 @@ def facts_of(preparation: Preparation) -> Facts:
     for name, value in sorted(preparation.compiler_options.items()):
         facts[f"the compiler's option {name}"] = value
     for index, leaf in enumerate(preparation.inputs):
-        facts[preparation.label(index)] = (
+        label = _label(step.replica_step, preparation.variables, index)
+        facts[label] = (
             array_type(leaf.dtype, leaf.shape)
             + (", weak" if getattr(leaf, "weak_type", False) else "")
             + (", donated" if index in step.donated else "")

@@ -113,12 +113,14 @@ class Signature:
         ]
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in self.leaves])
 
-    def label(self, fn: Function, index: int) -> str:
-        """The leaf with this index in `roles`, as the caller of `fn` writes it."""
-        if self.roles[index] is Role.MASK:
-            return f"the mask of {self.label(fn, index - 1)}"
-        arguments = self.rebuild([0] * len(self.dynamic))
-        return label(fn, arguments, self.leaves.index(index))
+    def labels(self, fn: Function) -> list[str]:
+        """For each of `roles` the leaf as the caller of `fn` writes it."""
+        leaves = iter(labels(fn, self.rebuild([0] * len(self.dynamic))))
+        found: list[str] = []
+        for role in self.roles:
+            is_mask = role is Role.MASK
+            found.append(f"the mask of {found[-1]}" if is_mask else next(leaves))
+        return found
 
     def difference(self, fn: Function, new: Signature) -> tuple[str, str, str] | None:
         """The first leaf of another kind or static value: its label, was and is."""
@@ -126,7 +128,7 @@ class Signature:
         for index, (was, now) in zip(new.leaves, pairs, strict=True):
             if was != now:
                 text = f"another {now[0]}" if was[0] == now[0] else now[0]
-                return new.label(fn, index), was[0], text
+                return new.labels(fn)[index], was[0], text
         return None
 
     def _descriptions(self) -> list[tuple[str, type, Leaf]]:
@@ -166,7 +168,7 @@ def flatten(
     for index, node in enumerate(nodes):
         if isinstance(node, jax.Ref):
             raise TypeError(
-                f"{label(fn, arguments, index)} is a `jax.Ref`, whose memory is on "
+                f"{labels(fn, arguments)[index]} is a `jax.Ref`, whose memory is on "
                 "one device. Make a `js.Variable` in the strategy's scope, which has a "
                 "copy on each; or pass `ref[...]`, and write what the step returns."
             )
@@ -181,13 +183,13 @@ def flatten(
         is_struct = abstract and isinstance(value, jax.ShapeDtypeStruct)
         if role is Role.PER_REPLICA and not (is_struct or arrays.is_array(value)):
             raise TypeError(
-                f"{label(fn, arguments, index)} is a PerReplica around {value!r}, "
+                f"{labels(fn, arguments)[index]} is a PerReplica around {value!r}, "
                 "not around an array of shape [replica, ...]. Make it with "
                 "`strategy.per_replica([v0, v1, ...])`."
             )
         roles.append(role)
         if role is Role.PER_REPLICA and node.mask is not None:
-            _check_mask(node, lambda i=index: label(fn, arguments, i))
+            _check_mask(node, lambda i=index: labels(fn, arguments)[i])
             leaves.append(node.mask)
             roles.append(Role.MASK)
     statics = tuple(static_leaves), tuple(static_types)
@@ -236,7 +238,7 @@ def _check_hashable(
         hash(value)
     except TypeError as error:
         raise TypeError(
-            f"{label(fn, arguments, index)} is {value!r}, a "
+            f"{labels(fn, arguments)[index]} is {value!r}, a "
             f"{type(value).__name__}: not an array, a number or a registered pytree, "
             "so it would be a static part of the program, and those must be hashable. "
             "Pass an array, make its class hashable, or register it with "
@@ -244,30 +246,25 @@ def _check_hashable(
         ) from error
 
 
-def label(fn: Function, arguments: Arguments, index: int) -> str:
-    """A leaf of the arguments as the caller writes it: `` `batch['x']` ``."""
+def labels(fn: Function, arguments: Arguments) -> list[str]:
+    """The leaves of the arguments as the caller writes them: `` `batch['x']` ``."""
     paths, _ = jax.tree.flatten_with_path(arguments, is_leaf=trees.is_whole)
-    (_, *path) = paths[index][0]
-    first, rest = path[0], jax.tree_util.keystr(tuple(path[1:]))
-    if isinstance(first, jax.tree_util.DictKey):
-        return f"`{first.key}{rest}`"
-    return f"`{_parameter(fn, first.idx)}{rest}`"
-
-
-def _parameter(fn: Function, position: int) -> str:
-    """The name of a positional parameter of `fn`, or `args[position]`."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
         parameters = []
-    if position < len(parameters):
-        parameter = parameters[position]
-        if parameter.kind in (
-            inspect.Parameter.POSITIONAL_ONLY,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        ):
-            return parameter.name
-    return f"args[{position}]"
+    kind = inspect.Parameter
+    positional = (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD)
+    found = []
+    for (_, first, *path), _ in paths:
+        if isinstance(first, jax.tree_util.DictKey):
+            name = first.key
+        elif first.idx < len(parameters) and parameters[first.idx].kind in positional:
+            name = parameters[first.idx].name
+        else:
+            name = f"args[{first.idx}]"
+        found.append(f"`{name}{jax.tree_util.keystr(tuple(path))}`")
+    return found
 
 
 def are_live_arrays(leaves: Sequence[Leaf]) -> bool:

@@ -106,21 +106,19 @@ class ReplicaStep:
         assert fn is not None, "the caller of a program holds its function"
         return fn
 
+    @cached_property
+    def labels(self) -> list[str]:
+        """The names of traced arguments in messages."""
+        labels = self.signature.labels(self.fn)
+        return [labels[index] for index in self.signature.dynamic]
+
     def label(self, index: int) -> str:
-        """The name of a traced argument in messages."""
-        return self.signature.label(self.fn, self.signature.dynamic[index])
+        return self.labels[index]
 
     def mirrored_values(self, leaves: Sequence[Leaf]) -> dict[int, ProgramValue]:
         """The leaves that are equal on all replicas, by index."""
         return {
-            index: ProgramValue(leaves[index], label)
-            for index, label in self._labels.items()
-        }
-
-    @cached_property
-    def _labels(self) -> dict[int, str]:
-        return {
-            index: self.label(index)
+            index: ProgramValue(leaves[index], self.labels[index])
             for index, role in enumerate(self.roles)
             if role is Role.SAME
         }
@@ -189,11 +187,10 @@ class ReplicaStep:
         fn = self.fn
         args, kwargs = self.signature.rebuild(leaves)
         self.has_objects = nnx.has_arrays((args, kwargs))
-        statics = [
-            (self.signature.label(fn, index).strip("`"), value)
-            for index, value in self.signature.with_statics()
-        ]
-        call = functools.partial(nnx.call, fn, self.name, statics)
+        statics = self.signature.with_statics()
+        labels = self.signature.labels(fn) if statics else ()
+        named = [(labels[index].strip("`"), value) for index, value in statics]
+        call = functools.partial(nnx.call, fn, self.name, named)
         try:
             with tracing(leaves):
                 returned = self._environment.call(call, args, kwargs)

@@ -393,7 +393,7 @@ class Returned:
                 continue
             leaf = signature.leaves.index(index)
             if any(s.roles[s.leaves[leaf]] is Role.SAME for s in before):
-                self._warn(signature.label(fn, index), known[1], fn)
+                self._warn(signature.labels(fn)[index], known[1], fn)
                 return
 
     def _warn(self, argument: str, result: Unstated, fn: Function) -> None:

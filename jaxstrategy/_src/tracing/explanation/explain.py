@@ -114,8 +114,8 @@ def explain(
         mirrored=tuple(mirrored),
         per_replica=tuple(per_replica),
         static_arguments={
-            signature.label(fn, index).strip("`"): next(statics)
-            for index, role in enumerate(signature.roles)
+            label.strip("`"): next(statics)
+            for label, role in zip(signature.labels(fn), signature.roles, strict=True)
             if role is Role.STATIC
         },
         variables=tuple(name for name, _, _ in step.variables),
