@@ -33,27 +33,8 @@ from jaxstrategy._src.variables.gradients import value_and_grad, value_and_grad_
 from jaxstrategy._src.variables.variable import Variable
 
 
-class _Reentrant:
-    """Blocks that may be entered again before they are left."""
-
-    def __init__(self) -> None:
-        self._blocks: list[AbstractContextManager[Any]] = []
-
-    def _block(self) -> AbstractContextManager[Any]:
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        block = self._block()
-        block.__enter__()
-        self._blocks.append(block)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._blocks.pop().__exit__(*error)
-
-
 @final
-class TowerContext(_Reentrant, Adapter):
+class TowerContext(Adapter):
     """One tower's view, in a function of `call_for_each_tower`.
 
     `get_tower_context()` returns it; nobody else makes one.
@@ -72,14 +53,15 @@ class TowerContext(_Reentrant, Adapter):
                 f"A `TowerContext` was made of {shown(replica_context)}. Use the one "
                 "that `get_tower_context()` returns in `call_for_each_tower`."
             )
-        super().__init__()
-        self._core: Any = replica_context
+        super().__init__(replica_context)
 
-    def _block(self) -> AbstractContextManager[Any]:  # where code already is
-        if self._core._is_outside and not _current.has_strategy():
-            return _context.outside()
+    def __enter__(self) -> Self:
+        """Enters the context where code already is."""
         _require_current(self)
-        return contextlib.nullcontext()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leaves the block; code stays where it is."""
 
     def merge_call(
         self, merge_fn: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree
@@ -204,7 +186,7 @@ def _require_current(tower_ctx: TowerContext) -> None:
 
 
 @final
-class UpdateContext(_Reentrant):
+class UpdateContext:
     """A `with` block in which `get_update_device()` says these devices.
 
     `DistributionStrategy.update` enters one by itself. This one changes nothing but
@@ -220,13 +202,18 @@ class UpdateContext(_Reentrant):
     """
 
     def __init__(self, device: Device | str | Sequence[Device | str]) -> None:
-        super().__init__()
         given = [device] if isinstance(device, (Device, str)) else device
         self.devices = _devices.choose(given)
+        self._blocks: list[AbstractContextManager[Any]] = []  # it may be entered again
 
-    def _block(self) -> AbstractContextManager[Any]:
-        updated = _context.current().updated
-        return _context.entered(update_device=(self.devices, updated))
+    def __enter__(self) -> Self:
+        place = self.devices, _context.current().updated
+        self._blocks.append(_context.entered(update_device=place))
+        self._blocks[-1].__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._blocks.pop().__exit__(*error)
 
 
 def get_update_device() -> tuple[Device, ...] | None:

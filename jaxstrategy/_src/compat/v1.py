@@ -353,14 +353,7 @@ class Strategy(OlderStrategy):
         chosen = None if isinstance(options, RunOptions) else options
         return self._core.run(fn, args, kwargs, chosen)
 
-    def experimental_run_v2(
-        self,
-        fn: Function,
-        args: Sequence[PyTree] = (),
-        kwargs: dict[str, PyTree] | None = None,
-    ) -> PyTree:
-        """`run` under its name of TensorFlow 1.14 to 2.1."""
-        return self._core.run(fn, args, kwargs)
+    experimental_run_v2 = run
 
     def experimental_run(
         self, fn: Function, input_iterator: GetsNext | None = None
