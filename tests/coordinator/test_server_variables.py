@@ -73,47 +73,11 @@ def test_the_coordinator_reads_and_writes(strategy):
     assert v.update(lambda old, x: old * x, 2.0) == 12.0
 
 
-def test_a_wrong_shape_changes_nothing(strategy):
-    v = variable(strategy, np.zeros(3, "float32"))
-    with pytest.raises(ValueError, match=r"has shape \(3,\) and was given \(2,\)"):
-        v.assign(np.ones(2, "float32"))
-    with pytest.raises(TypeError, match="would lose something"):
-        v.assign_add(np.ones(3, "complex64"))
-    assert v.numpy().tolist() == [0, 0, 0]
-
-
 # A step of one replica, or of several, on the coordinator: what a worker does, too.
 
 
-def test_changes_in_loops_are_added_up(strategy):
-    v = variable(strategy, np.float32(1.0))
-
-    def step(n):
-        def body(i, _):
-            v.assign_add(2.0)
-            v.assign_sub(1.0)
-            return v.value()
-
-        return jax.lax.fori_loop(0, n, body, 0.0)
-
-    assert float(strategy.run(step, (5,))) == 6.0
-    assert float(v) == 6.0
-
-
-def test_an_assignment_that_may_be_made_before_an_addition(strategy):
-    v = variable(strategy, 3.0)
-
-    def step(x):
-        jax.lax.cond(x > 0, lambda: v.assign(x), lambda: v.value())
-        v.assign_add(1.0)
-
-    for x, expected in [(10.0, 11.0), (-10.0, 12.0)]:
-        strategy.run(step, (x,))
-        assert float(v) == expected
-
-
 def pushed(strategy, v, step, *args):
-    """The names of the operations by which `step` changes `v`."""
+    """The names of the operations by which `step` changes `v`, and what it returns."""
     names = []
     (server,) = strategy.server_pool.servers
     push = server.push
@@ -125,33 +89,53 @@ def pushed(strategy, v, step, *args):
         return push(operations, call)
 
     server.push = recorded
-    strategy.run(step, args)
+    returned = strategy.run(step, args)
     server.push = push
-    return names
+    return names, returned
+
+
+def in_a_loop(v, x):
+    def body(i, _):
+        v.assign_add(x)
+        v.assign_sub(1.0)
+        return v.value()
+
+    return jax.lax.fori_loop(0, 5, body, 0.0)
+
+
+def in_a_branch(v, x):
+    jax.lax.cond(x > 0, lambda: v.assign(x), lambda: v.value())
+    return v.assign_add(1.0)
 
 
 CHANGES = [
-        (lambda v: v.assign_add(1.0), ["add"]),
-        (lambda v: v.assign_sub(1.0), ["subtract"]),
-        (lambda v: v.assign(1.0), ["set"]),
-        (lambda v: (v.assign(1.0), v.assign_add(1.0)), ["set", "add"]),
-        (lambda v: v.update(lambda old: 2 * old), ["update"]),
-        (lambda v: v.value(), []),
-        (lambda v: jax.jit(lambda: v.assign_add(1.0))(), ["add"]),
-        (lambda v: jax.lax.fori_loop(0, 3, lambda i, c: (v.assign_add(1.0), c)[1], 0),
-         ["add"]),
-]  # fmt: skip
+    (lambda v, x: v.assign_add(x), 2.0, ["add"], 5.0),
+    (lambda v, x: v.assign_sub(x), 2.0, ["subtract"], 1.0),
+    (lambda v, x: v.assign(x), 2.0, ["set"], 2.0),
+    (lambda v, x: (v.assign(1.0), v.assign_add(x)), 2.0, ["set", "add"], 3.0),
+    (lambda v, x: v.update(lambda old: 2 * old), 2.0, ["update"], 6.0),
+    (lambda v, x: v.update(lambda old: x * old), 2.0, ["update"], 6.0),
+    (lambda v, x: v.update(lambda old, y: x + y * old, x), 2.0, ["update"], 8.0),
+    (lambda v, x: v.value(), 2.0, [], 3.0),
+    (lambda v, x: jax.jit(lambda: v.assign_add(x))(), 2.0, ["add"], 5.0),
+    (in_a_loop, 2.0, ["add"], 8.0),
+    (in_a_branch, 10.0, ["set"], 11.0),
+    (in_a_branch, -10.0, ["add"], 4.0),
+]
 
 
 def test_what_is_pushed_is_the_operation():
     strategy = strategy_of(servers=1)
-    for number, (change, expected) in enumerate(CHANGES):
-        v = variable(strategy, 1.0)
+    for number, (change, x, operations, expected) in enumerate(CHANGES):
+        v = variable(strategy, 3.0)
 
-        def step(change=change, v=v):
-            change(v)
+        def step(x, change=change, v=v):
+            change(v, x)
+            return v.value()
 
-        assert pushed(strategy, v, step) == expected, number
+        found, after = pushed(strategy, v, step, x)
+        assert found == operations, number
+        assert float(v) == float(after) == expected, number
 
 
 def test_other_changes_in_loops_are_refused(strategy):
@@ -246,11 +230,6 @@ def test_what_needs_more_than_rows_is_right_too(strategy):
         np.testing.assert_array_equal(t.numpy(), ordinary.numpy(), err_msg=str(number))
 
 
-def test_random_keys_in_variables_are_refused(strategy):
-    with pytest.raises(TypeError, match="holds random keys, which parameter servers d"):
-        variable(strategy, jax.random.key(0))
-
-
 def test_replicas_of_a_worker_make_one_write():
     strategy = strategy_of(servers=1, devices=2)
     v = variable(strategy, np.zeros(3, "float32"), aggregation="sum")
@@ -261,7 +240,7 @@ def test_replicas_of_a_worker_make_one_write():
         v.assign(jnp.array([10.0, 1.0, 2.0]) + i * jnp.array([1.0, 0.0, 0.0]))
         first.assign_add(3.0)
 
-    assert pushed(strategy, v, step) == ["set"]
+    assert pushed(strategy, v, step) == (["set"], None)
     assert v.numpy().tolist() == [21, 2, 4]
     assert float(first) == 3.0
 
@@ -278,26 +257,28 @@ def test_replicas_that_differ_are_refused():
     assert float(v) == 0.0
 
 
-def test_a_jitted_function_that_nobody_schedules_is_refused(strategy):
-    v = variable(strategy, name="v")
-    with pytest.raises(js.errors.ContextError, match="'v' is on a parameter server, a"):
-        jax.jit(lambda: v + 1)()
-
-
-def test_sharding_is_for_partitioners(strategy):
-    with pytest.raises(ValueError, match="`variable_partitioner`, which divides"):
-        variable(strategy, np.zeros(4, "float32"), sharding=0)
-
-
-def test_a_strategy_with_processes_is_not_copied(strategy):
-    v = variable(strategy)
-    for copied in (copy.copy, copy.deepcopy):
-        with pytest.raises(RuntimeError, match="cop"):
-            copied(strategy)
-    with pytest.raises(RuntimeError, match="on parameter server 0, and cannot be cop"):
-        copy.deepcopy(v)
-
-
-def test_a_worker_has_no_more_devices_than_the_coordinator():
-    with pytest.raises(ValueError, match="`devices_per_worker` was 99"):
-        Threads(1, 1, 99)
+def test_what_is_refused_changes_nothing(strategy):
+    v = variable(strategy, np.zeros(3, "float32"), name="v")
+    ones, key = np.ones(3, "float32"), jax.random.key(0)
+    for call, error, text in [
+        (lambda: v.assign(ones[:2]), ValueError, r"shape \(3,\) and was given \(2,\)"),
+        (lambda: v.assign_add(ones * 1j), TypeError, "would lose something"),
+        (lambda: variable(strategy, key), TypeError, "keys, which parameter servers d"),
+        (
+            lambda: variable(strategy, ones, sharding=0),
+            ValueError,
+            "`variable_partitioner`, which divides",
+        ),
+        (
+            lambda: jax.jit(lambda: v + 1)(),
+            js.errors.ContextError,
+            "'v' is on a parameter server, a",
+        ),
+        (lambda: copy.copy(strategy), RuntimeError, "cop"),
+        (lambda: copy.deepcopy(strategy), RuntimeError, "cop"),
+        (lambda: copy.deepcopy(v), RuntimeError, "server 0, and cannot be cop"),
+        (lambda: Threads(1, 1, 99), ValueError, "`devices_per_worker` was 99"),
+    ]:
+        with pytest.raises(error, match=text):
+            call()
+    assert v.numpy().tolist() == [0, 0, 0]

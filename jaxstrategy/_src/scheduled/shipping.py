@@ -331,9 +331,10 @@ class _Shipment:
         program = ""
         if operation.name == "update":
             called: Any = operation.eqn.params["jaxpr"]
+            own, count = core.jaxpr_as_fun(called), len(numbers)
             avals = [atom.aval for atom in operation.eqn.invars]
-            types = [Type(each.shape, each.dtype) for each in avals]
-            update = exported_update(core.jaxpr_as_fun(called), types)
+            types = [Type(x.shape, x.dtype) for x in (*avals[-count:], *avals[:-count])]
+            update = exported_update(lambda *x: own(*x[count:], *x[:count]), types)
             program = update.key
             # The servers must have it before any worker asks for it.
             self._pool.define(self._pool.home(numbers[0]), program, update.exported)
@@ -574,8 +575,12 @@ def _operation(eqn: Equation, current: dict[Var, Var]) -> Operation | None:
         first, last = 1, len(eqn.invars)
     elif name.startswith("scatter_"):
         first, last = 2, len(eqn.invars)
+    elif name == "update":  # before them is what its function captures, too
+        first, last = len(eqn.invars) - int(count or 1), len(eqn.invars)
+        if any(map(_is_reference, eqn.invars[:first])):
+            return None
     else:
-        first, last = 0, int(count or 1)
+        first, last = 0, 1
     inputs = [current.get(var) for var in variables(eqn.invars[first:last])]
     found = tuple(var for var in inputs if var is not None)
     if len(set(found)) < last - first:

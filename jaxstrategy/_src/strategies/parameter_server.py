@@ -70,10 +70,10 @@ def update_together(
         others = [kind.cell.number for kind in kinds[1:]]
         kinds[0].push_update(program, arrays, others)
         return
-    name = f"{remote_kinds.UPDATE}_of_{len(variables)}"
-    marked = named(name, lambda *arrays: tuple(fn(*arrays)))
+    name, count = f"{remote_kinds.UPDATE}_of_{len(variables)}", len(arrays)
+    marked = named(name, lambda *given: tuple(fn(*given[count:], *given[:count])))
     holders = [variable._access().holder for variable in variables]
-    new = marked(*(holder[...] for holder in holders), *arrays)
+    new = marked(*arrays, *(holder[...] for holder in holders))
     for kind, holder, value in zip(kinds, holders, new, strict=True):
         kind.note("update")
         holder[...] = value

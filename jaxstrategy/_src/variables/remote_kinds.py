@@ -267,7 +267,9 @@ class ServerKind(VariableKind):
             return holder[...]
         # An `assign` of a part leaves the rest, so it is none of the whole.
         self.note(change.method if change.is_whole else f"[...].{change.method}")
-        return self._stored(at, named(UPDATE, checked)(holder[...], *arrays))
+        # What is changed comes last: JAX puts what `fn` captures before all operands.
+        update = named(UPDATE, lambda *given: checked(given[-1], *given[:-1]))
+        return self._stored(at, update(*arrays, holder[...]))
 
     def push_update(
         self,
