@@ -208,12 +208,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         `jax.distributed` finds (Slurm, Open MPI, Kubernetes, TPU).
       communication_options: how values are reduced; `timeout_seconds` is how long a
         step may go without progress, by default 300.
-      sharding: a `StateSharding`: each replica keeps a part of the optimizer's state,
-        or of all state. Reading what is divided over processes (`js.to_host`,
-        `strategy.gather`) is then something that all of them do together.
-      logical_axes: names and sizes of further axes of the mesh, such as `{"core": 2}`:
-        so many devices of one process together are one replica.
-      replicas_per_device: how many replicas share a device.
+      sharding: as of `MirroredStrategy`. Reading what is divided over processes
+        (`js.to_host`, `strategy.gather`) is something that all of them do together.
+      logical_axes: likewise; the devices of a replica are of one process.
+      replicas_per_device: likewise.
       num_replicas: how many replicas there are, whatever the processes and devices: as
         many share each device as it takes, so that a job with fewer processes computes
         the same. If the number of processes does not divide it, those that are too many

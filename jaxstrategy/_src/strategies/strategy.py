@@ -1338,19 +1338,7 @@ class Strategy(AbstractStrategy):
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
-        """The name that `distribute_datasets_from_function` had in TensorFlow 2.0.
-
-        Raises:
-          TypeError: `dataset_fn` cannot be called, or returns nothing that batches can
-            be read from.
-          ContextError: inside `run`.
-
-        >>> import jaxstrategy as js
-        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
-        >>> make = strategy.experimental_distribute_datasets_from_function
-        >>> [batch.values for batch in make(lambda context: [np.arange(2)] * 2)]
-        [(Array([0, 1], dtype=int32), Array([0, 1], dtype=int32))]
-        """
+        """The name that `distribute_datasets_from_function` had in TensorFlow 2.0."""
         return self.distribute_datasets_from_function(dataset_fn, options)
 
     @property
