@@ -243,9 +243,13 @@ def test_the_iterator_has_one_entry_for_each_worker_and_none_here(three):
 
 
 def test_what_functions_cannot_do_with_iterators_is_said(three):
-    dataset = three.create_per_worker_dataset(lambda: [1])
+    dataset, kept = three.create_per_worker_dataset(lambda: [1]), []
     iterator = iter(dataset)
+    jitted = r"with `@coordinator\.function` instead of `@jax\.jit`"
+    python = r"(?s)`<lambda>` asked.*jax.lax.cond"
     for wrong, error, text in [
+        (lambda it: 1 if index() == 0 else 2, js.errors.TracedValueError, python),
+        (jax.jit(lambda it: next(it)), TypeError, jitted),
         (lambda it: next(iter(dataset)), RuntimeError, "`iter` of a per-worker datas"),
         (lambda it: sum(x for x in it), TypeError, r"with `for`: how many.*for _ in r"),
         (
@@ -254,25 +258,27 @@ def test_what_functions_cannot_do_with_iterators_is_said(three):
             "`create_per_worker_dataset` was called by",
         ),
     ]:
+        is_plain = not isinstance(wrong, jax.stages.Wrapped)
+        fn = three.function(wrong) if is_plain else wrong
         with pytest.raises(error, match=text):
-            three.schedule(three.function(wrong), (iterator,))
+            three.schedule(fn, (iterator if is_plain else [1.0, iterator],))
     three.join()
-    with pytest.raises(js.errors.ContextError, match="given <PerWorkerIterator on 3 w"):
-        three.strategy.run(lambda iterator: next(iterator), (iterator,))
-
-
-def test_an_iterator_used_later_is_an_error(one):
-    kept = []
-    iterator = iter(one.create_per_worker_dataset(lambda: [1]))
-
-    @one.function
-    def step(iterator):
-        kept.append(iterator)
-        return next(iterator)
-
-    one.schedule(step, (iterator,)).fetch()
-    with pytest.raises(js.errors.ContextError, match="outside of the function"):
-        next(kept[0])
+    three.schedule(three.function(lambda it: kept.append(it)), (iterator,)).fetch()
+    run, strategy = three.strategy.run, three.strategy
+    for call, error, text in [
+        (lambda: next(kept[0]), js.errors.ContextError, "outside of the function"),
+        (
+            lambda: run(lambda it: next(it), (iterator,)),
+            js.errors.ContextError,
+            "given <PerWorkerIterator on 3 w",
+        ),
+        (index, RuntimeError, "code that no worker runs"),
+        (lambda: run(index), RuntimeError, "no worker runs"),
+    ]:
+        with pytest.raises(error, match=text):
+            call()
+    with strategy.scope(), pytest.raises(RuntimeError, match="no worker runs"):
+        index()
 
 
 def test_the_index_is_traced_once_for_all_workers(three):
@@ -290,26 +296,6 @@ def test_the_index_is_traced_once_for_all_workers(three):
         for inner, inside in own:
             assert inner == worker and inner.dtype == np.int32 and inner.shape == ()
             assert inside == 10 * worker
-
-
-def test_the_index_is_nobodys_elsewhere(three):
-    with pytest.raises(RuntimeError, match="code that no worker runs"):
-        index()
-    with three.strategy.scope(), pytest.raises(RuntimeError, match="no worker runs"):
-        index()
-    with pytest.raises(RuntimeError, match="no worker runs"):
-        three.strategy.run(index)
-
-
-def test_python_does_not_know_the_index(three):
-    @three.function
-    def step():
-        return 1 if index() == 0 else 2
-
-    with pytest.raises(
-        js.errors.TracedValueError, match=r"(?s)`step` asked.*jax.lax.cond"
-    ):
-        three.schedule(step)
 
 
 def fails_on_workers(error):
@@ -365,13 +351,3 @@ def test_workers_do_not_share_what_the_coordinator_has_begun(three):
         js.errors.ClosureInputError, match="an iterator that the coordinator"
     ):
         three.join()
-
-
-def test_a_jitted_function_of_an_iterator_is_refused(one):
-    """As it comes of TensorFlow's `@tf.function`."""
-    iterator = iter(one.create_per_worker_dataset(lambda: [1.0]))
-    step = jax.jit(lambda iterator: next(iterator))
-    match = r"with `@coordinator\.function` instead of `@jax\.jit`"
-    for args in ((iterator,), ([1.0, iterator],)):
-        with pytest.raises(TypeError, match=match):
-            one.schedule(step, args)
