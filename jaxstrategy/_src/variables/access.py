@@ -122,9 +122,6 @@ class RemoteCell(Cell):
     def ref(self) -> NoReturn:
         raise ContextError(self._refusal)
 
-    def lend(self) -> NoReturn:
-        raise ContextError(self._refusal)
-
     def __getitem__(self, index: EllipsisType) -> jax.Array:
         raise ContextError(self._refusal)
 

@@ -131,11 +131,13 @@ class Operators(abc.ABC):
     def __complex__(self) -> complex:
         return complex(self.value())
 
-    def _equal(self, other: object) -> Value:
+    def __eq__(self, other: object) -> Value:
         return self.value() == _comparable(other)
 
-    def _unequal(self, other: object) -> Value:
+    def __ne__(self, other: object) -> Value:
         return self.value() != _comparable(other)
+
+    __hash__ = None  # as of an array  # pyright: ignore[reportAssignmentType]
 
     def __index__(self) -> int:
         return operator.index(self.value())
@@ -289,14 +291,6 @@ class VariablePart(Assignments):
 
     def _write(self, value: Value, change: Change) -> jax.Array | PerReplica:
         return self._change(value, change.of_part(self._index))
-
-    def __eq__(self, other: object) -> Value:
-        return self._equal(other)
-
-    def __ne__(self, other: object) -> Value:
-        return self._unequal(other)
-
-    __hash__ = None  # as of an array  # pyright: ignore[reportAssignmentType]
 
     def __getattr__(self, name: str) -> Value:
         # JAX and NumPy ask objects by such names what they are.

@@ -34,9 +34,8 @@ class VariablePolicy(AbstractVariablePolicy):
     def kind(self, wanted: Wanted) -> VariableKind:
         """The kind of a new variable, which keeps it."""
 
-    def adopted(self, kind: VariableKind, owner: AbstractStrategy) -> VariableKind:
-        """The kind of a variable that was sent to a worker, as one of this policy."""
-        return kind
+    def adopt(self, kind: VariableKind, owner: AbstractStrategy) -> None:
+        """Makes the kind of a variable that was sent to a worker one of this policy."""
 
 
 class ReplicatedVariables(VariablePolicy):
@@ -105,10 +104,10 @@ class ServerVariables(VariablePolicy):
         self.partitioner = partitioner
         self.read_copies: ReadCopies | None = None  # as long as there is no coordinator
 
-    def adopted(self, kind: VariableKind, owner: AbstractStrategy) -> VariableKind:
-        """The kind of a variable that was sent, for functions that are traced here."""
-        own = isinstance(kind, ServerKind)
-        return kind.of(owner, self._pool, self._workers) if own else kind
+    def adopt(self, kind: VariableKind, owner: AbstractStrategy) -> None:
+        """For functions that are traced here."""
+        if isinstance(kind, ServerKind):
+            kind.adopt(owner, self._pool, self._workers)
 
     def kind(self, wanted: Wanted) -> VariableKind:
         """On the next server; beside another variable in `colocate_vars_with`."""

@@ -228,16 +228,13 @@ class ServerKind(VariableKind):
     def sent(self) -> tuple[object, ...]:
         return _on_worker, self.server, self.cell.number, _type_of(self.cell)
 
-    def of(
+    def adopt(
         self, owner: AbstractStrategy, pool: ServerPool, workers: Replicas
-    ) -> ServerKind:
-        """The same variable, of a strategy that traces functions here."""
-        wanted = Wanted(self.name, self.aggregation, owner)
-        kind = ServerKind(wanted, self.replicas, pool, self.server, workers)
-        kind.cell = self.cell
-        kind._count_changes()
+    ) -> None:
+        """Makes it one of a strategy that traces functions here."""
+        self.owner, self._pool, self._workers = owner, pool, workers
+        self._count_changes()
         pool.know(self.cell.number, self.server)
-        return kind
 
     @property
     def pending(self) -> Sequence[PendingChange]:

@@ -372,12 +372,6 @@ class ShardedVariable(VariableLike):
     def __hash__(self) -> int:
         return id(self)
 
-    def __eq__(self, other: object) -> Value:
-        return self._equal(other)
-
-    def __ne__(self, other: object) -> Value:
-        return self._unequal(other)
-
     def __deepcopy__(self, memo: dict[int, object]) -> ShardedVariable:
         twin = ShardedVariable(copy.deepcopy(list(self._shards), memo), self._name)
         memo[id(self)] = twin

@@ -523,11 +523,11 @@ class Variable(VariableLike, Handle):
 
     def __eq__(self, other: object) -> Value:
         # By identity between two, so that lists and sets of variables find them.
-        return self is other if isinstance(other, Variable) else self._equal(other)
+        return self is other if isinstance(other, Variable) else super().__eq__(other)
 
     def __ne__(self, other: object) -> Value:
         is_variable = isinstance(other, Variable)
-        return self is not other if is_variable else self._unequal(other)
+        return self is not other if is_variable else super().__ne__(other)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Variable:
         if access.tracing() is not None:
@@ -560,10 +560,8 @@ class Variable(VariableLike, Handle):
 
     def _adopt(self, strategy: AbstractStrategy) -> None:
         """Makes it a variable of a strategy, on a worker that traces functions."""
-        policy = strategy._variable_policy
-        assert isinstance(policy, VariablePolicy), "which contexts know in part only"
         self._strategy = strategy
-        self._kind = policy.adopted(self._kind, strategy)
+        _policy_of(strategy).adopt(self._kind, strategy)
         access.add(self, strategy)
 
     # To JAX it is a node around its value, and comes back as that.
@@ -619,6 +617,10 @@ def _policy() -> VariablePolicy:
             "strategy; the function may read it."
         )
     strategy = context.current().strategy
-    policy = ORDINARY if strategy is None else strategy._variable_policy
+    return ORDINARY if strategy is None else _policy_of(strategy)
+
+
+def _policy_of(strategy: AbstractStrategy) -> VariablePolicy:
+    policy = strategy._variable_policy
     assert isinstance(policy, VariablePolicy), "which contexts know in part only"
     return policy
