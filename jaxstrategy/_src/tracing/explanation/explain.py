@@ -47,9 +47,8 @@ from jaxstrategy._src.tracing.jaxprs import (
     scan_counts,
     variables,
 )
-from jaxstrategy._src.tracing.partition.global_part import UNKNOWN, is_sum_of_all
-from jaxstrategy._src.tracing.partition.partitioned_step import PartitionedStep
-from jaxstrategy._src.tracing.partition.per_replica_part import Exchange
+from jaxstrategy._src.tracing.partition.partitioned_step import UNKNOWN, PartitionedStep
+from jaxstrategy._src.tracing.partition.per_replica_part import Exchange, is_sum_of_all
 from jaxstrategy._src.tracing.program import Program
 from jaxstrategy._src.tracing.references import source_location
 from jaxstrategy._src.tracing.replication.types import Collective, Site
@@ -290,7 +289,8 @@ def _per_replica_collectives(
             of_parts, divided = function.of_parts, function.divided
             yield from _traced(partitioned, eqn, of_parts, divided, name)
         for result in eqn.outvars:
-            for call in scatters.row_updates.get(result, ()):
+            found = scatters.sums.get(result)
+            for call in () if found is None else found.updates:
                 yield from _traced(
                     partitioned, call, _part_of_sum(call, result), (), ""
                 )

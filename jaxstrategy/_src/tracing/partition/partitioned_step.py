@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import final
+from typing import Final, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +19,15 @@ from jax.sharding import NamedSharding
 from jaxstrategy._src.replicas.inner_axes import with_inner
 from jaxstrategy._src.replicas.replicas import REPLICATED, STACKED, LayoutOrDimension
 from jaxstrategy._src.tracing.jaxprs import (
+    ArrayType,
     Atom,
     Equation,
+    Jaxpr,
     Var,
+    callee,
     closed,
     jaxpr_of,
+    plain,
     rewritten,
     variables,
     with_values,
@@ -30,11 +36,6 @@ from jaxstrategy._src.tracing.numbered_prints import (
     has_prints,
     with_merges,
     with_numbered_prints,
-)
-from jaxstrategy._src.tracing.partition.global_part import (
-    GlobalPart,
-    ReduceScatters,
-    reduce_scatters_of,
 )
 from jaxstrategy._src.tracing.partition.layout import Layout, layout_of
 from jaxstrategy._src.tracing.partition.partition import (
@@ -45,6 +46,8 @@ from jaxstrategy._src.tracing.partition.partition import (
 )
 from jaxstrategy._src.tracing.partition.per_replica_part import (
     PerReplicaPart,
+    ReduceScatters,
+    reduce_scatters_of,
     retrace_axis_indices,
 )
 from jaxstrategy._src.tracing.replication.rules import evaluated
@@ -54,6 +57,162 @@ from jaxstrategy._src.tracing.vmapped.replicas import on_replicas
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree
 from jaxstrategy._src.values.per_replica import PerReplica
 from jaxstrategy._src.variables.access import Cell
+
+Dimension: TypeAlias = int | None
+"""The dimension along which a value is sharded; None: it is replicated."""
+
+UNKNOWN: Final = -1
+"""XLA chooses the sharding."""
+
+
+def result_dimensions(eqn: Equation, operands: Sequence[Dimension]) -> list[Dimension]:
+    """How the results of `eqn` are sharded, given its operands."""
+    name = eqn.primitive.name
+    if name == "optimization_barrier":
+        return [*operands]
+    (dimension, *others) = {d for d in operands if d is not None}
+    if others or (operands[0] is None and name not in _ELEMENTWISE):
+        dimension = UNKNOWN
+    elif name in _ELEMENTWISE:
+        pass
+    elif _is_reduction(eqn):
+        axes = eqn.params["axes"]
+        is_sum = dimension in axes
+        dimension = None if is_sum else dimension - sum(a < dimension for a in axes)
+    else:
+        rule = _RULES.get(name)
+        dimension = UNKNOWN if rule is None else rule(eqn, dimension)
+    return [dimension for _ in eqn.outvars]
+
+
+def _is_reduction(eqn: Equation) -> bool:
+    return "axes" in eqn.params and eqn.primitive.name.startswith(("reduce_", "arg"))
+
+
+def _reshaped(eqn: Equation, dimension: int) -> int:
+    """The dimension of the same length with as many elements before it."""
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    for place, length in enumerate(after):
+        is_same = math.prod(after[:place]) == math.prod(before[:dimension])
+        if is_same and length == before[dimension]:
+            return place
+    return UNKNOWN
+
+
+_RULES: dict[str, Callable[[Equation, int], int]] = {
+    "broadcast_in_dim": lambda eqn, d: eqn.params["broadcast_dimensions"][d],
+    "transpose": lambda eqn, d: eqn.params["permutation"].index(d),
+    "squeeze": lambda eqn, d: d - sum(i < d for i in eqn.params["dimensions"]),
+    "reshape": _reshaped,
+}
+_ELEMENTWISE = frozenset(
+    (
+        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan",
+        "atan2", "atanh", "bitcast_convert_type", "cbrt", "ceil", "clamp", "complex",
+        "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma",
+        "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge",
+        "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p",
+        "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or",
+        "population_count", "pow", "real", "reduce_precision", "rem", "round", "rsqrt",
+        "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical",
+        "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh",
+        "xor",
+    )
+)  # fmt: skip
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class GlobalExchange:
+    """A collective that XLA inserts to compute an equation from parts."""
+
+    kind: str
+    type: ArrayType
+    eqns: tuple[Equation, ...]
+
+
+# XLA partitions the global part: elementwise operations keep the sharding of operands,
+# others need collectives. Those for sums and replicated results are known; for matrix
+# products and sorts XLA chooses by its own cost estimates.
+@final
+class GlobalPart:
+    """Predicts how XLA shards the equations that are computed once for all."""
+
+    def __init__(
+        self,
+        eqns: Sequence[Equation],
+        parts: Mapping[Var, int],
+        replicated: Collection[Atom],
+    ) -> None:
+        self.exchanges: list[GlobalExchange] = []
+        self.undecided: list[tuple[Equation, ...]] = []
+        self._known: dict[Var, Dimension] = dict(parts)
+        self._replicated = replicated
+        self._gathered: dict[Var, Dimension] = {}
+        self._propagate(eqns, self._known, ())
+
+    def dimension(self, atom: Atom) -> Dimension:
+        """The dimension along which a value is sharded before it is gathered."""
+        if isinstance(atom, Literal):
+            return None
+        return self._gathered.get(atom, self._known.get(atom))
+
+    def is_whole(self, atom: Atom) -> bool:
+        """Whether each device has all of a value without any collective."""
+        return self.dimension(atom) is None
+
+    def _propagate(
+        self,
+        eqns: Iterable[Equation],
+        known: dict[Var, Dimension],
+        holders: tuple[Equation, ...],
+    ) -> None:
+        for eqn in eqns:
+            operands = [_read(known, atom) for atom in eqn.invars]
+            if any(dimension is not None for dimension in operands):
+                results = self._results(eqn, operands, holders)
+                known.update(zip(eqn.outvars, results, strict=True))
+                for var in eqn.outvars:
+                    if var in self._replicated and known[var] != UNKNOWN:
+                        self._gathered[var], known[var] = known[var], None
+
+    def _results(
+        self, eqn: Equation, operands: list[Dimension], holders: tuple[Equation, ...]
+    ) -> list[Dimension]:
+        inner = (eqn, *holders)
+        if (called := callee(eqn)) is not None:
+            return self._called(plain(called), operands, inner)
+        if eqn.primitive.name == "cond":
+            branches = eqn.params["branches"]
+            each = [self._called(plain(b), operands[1:], inner) for b in branches]
+            return [_joined(dimensions) for dimensions in zip(*each, strict=True)]
+        if UNKNOWN in operands:
+            return [UNKNOWN if var.aval.shape else None for var in eqn.outvars]
+        results = result_dimensions(eqn, operands)
+        if None in results and _is_reduction(eqn):
+            self.exchanges += (
+                GlobalExchange("all_reduce", var.aval, inner) for var in eqn.outvars
+            )
+        if UNKNOWN in results:
+            self.undecided.append(inner)
+        return results
+
+    def _called(
+        self, jaxpr: Jaxpr, operands: list[Dimension], holders: tuple[Equation, ...]
+    ) -> list[Dimension]:
+        known: dict[Var, Dimension] = dict(zip(jaxpr.invars, operands, strict=True))
+        self._propagate(jaxpr.eqns, known, holders)
+        return [_read(known, atom) for atom in jaxpr.outvars]
+
+
+def _read(known: Mapping[Var, Dimension], atom: Atom) -> Dimension:
+    return None if isinstance(atom, Literal) else known.get(atom)
+
+
+def _joined(dimensions: Sequence[Dimension]) -> Dimension:
+    """The sharding of a result of several branches."""
+    sharded = {dimension for dimension in dimensions if dimension is not None}
+    return sharded.pop() if len(sharded) == 1 else (UNKNOWN if sharded else None)
 
 
 @final
