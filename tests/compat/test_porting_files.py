@@ -69,12 +69,14 @@ def test_check_tells_whether_something_is_left(file):
 
 
 def test_lines_are_those_of_the_file_that_is_left(file, capsys):
-    file.write_text(f"import os\n{OLD}x = tf.cast(s, tf.int32)\ntf.keras.Modell()\n")
+    file.write_text(f"import os\n{OLD}x = 'é', tf.cast(s, tf.int32), tf.keras.Modell()")
     main([str(file)])
-    assert f"{file}:5:1: decide: tf.keras.Modell: " in capsys.readouterr().out
+    assert f"{file}:4:32: decide: tf.keras.Modell: " in capsys.readouterr().out
     main(["--write", str(file)])
-    assert file.read_text().splitlines()[6] == "tf.keras.Modell()"
-    assert f"{file}:7:1: decide: tf.keras.Modell: " in capsys.readouterr().out
+    line = file.read_text().splitlines()[5]
+    assert line == "x = 'é', jnp.astype(s, jnp.int32), tf.keras.Modell()"
+    place = f"6:{line.index('tf.keras') + 1}"
+    assert f"{file}:{place}: decide: tf.keras.Modell: " in capsys.readouterr().out
 
 
 def test_encodings_and_ends_of_lines_stay(tmp_path):

@@ -53,6 +53,7 @@ class Ported:
     text: str
     findings: tuple[Finding, ...]
     generation: Generation | None
+    moved: tuple[Finding, ...] = ()  # with their places in the new text
 
 
 def ported(text: str, generation: Generation | None = None) -> Ported:
@@ -73,9 +74,12 @@ def ported(text: str, generation: Generation | None = None) -> Ported:
     if generation is None:
         generation = _generation(program, started)
     port = _Port(program, generation, notes=generation is not None and not started)
-    changes = port.edits or any(each.new for each in program.tensorflow)
-    text = port.rewritten() if changes else text
-    return Ported(text, grouped(port.findings), generation)
+    if port.edits or any(each.new for each in program.tensorflow):
+        text = port.rewritten()
+    rows = port.findings
+    findings = grouped((d, t, name, program.place(node)) for d, t, name, node in rows)
+    moved = grouped((d, t, name, port.moved(node, text)) for d, t, name, node in rows)
+    return Ported(text, findings, generation, moved)
 
 
 def _generation(program: Program, started: bool) -> Generation | None:
@@ -99,7 +103,7 @@ class _Port:
     ) -> None:
         self._program, self._generation, self._notes = program, generation, notes
         self.edits: list[Edit] = []
-        self.findings: list[tuple[bool, str, str, CodePlace]] = []
+        self.findings: list[tuple[bool, str, str, cst.CSTNode]] = []
         used = {self._name(n) for each in program.references for n in each.names}
         used |= {self._name(each.full) for each in program.tensorflow} - {REDUCTION}
         of_keras = [name for name in used if is_in(name, "tf.keras")]
@@ -124,7 +128,7 @@ class _Port:
                 self._report(f"def {name}", text, function, False)
 
     def _report(self, name: str, text: str, node: cst.CSTNode, decide: bool) -> None:
-        self.findings.append((decide, text, name, self._program.place(node)))
+        self.findings.append((decide, text, name, node))
 
     def _name(self, full: str) -> str:
         return in_generation(canonical(full), self._generation)
@@ -301,11 +305,28 @@ class _Port:
         if lines or keras:
             self._insert(lines, keras)
         data, parts, at = program.text.encode(), [], 0
-        for start, end, text, module in sorted(set(self.edits)):
+        self.edits = [
+            Edit(start, end, f"{names.get(module, '')}{text}")
+            for start, end, text, module in sorted(set(self.edits))
+        ]
+        for start, end, text, _ in self.edits:
             assert start >= at, "edits overlap"
-            parts += [data[at:start], f"{names.get(module, '')}{text}".encode()]
+            parts += [data[at:start], text.encode()]
             at = end
         return b"".join([*parts, data[at:]]).decode()
+
+    def moved(self, node: cst.CSTNode, text: str) -> CodePlace:
+        """Where a node stands in the text that was made."""
+        at = self._program.span(node)[0]
+        shift = sum(
+            len(new.encode()) - (end - start)
+            for start, end, new, _ in self.edits
+            if end <= at and (start < at or start == end)
+        )
+        # A name in what was replaced may have been where a character is now.
+        before = text.encode()[: at + shift].decode(errors="ignore")
+        lines = re.split("\\r\\n|\\r|\\n", before)
+        return CodePlace(0, len(lines), len(lines[-1]) + 1)
 
     def _rewrite_import(
         self,
@@ -512,27 +533,9 @@ def _port(path: Path, chosen: argparse.Namespace) -> tuple[bool, Sequence[Findin
             print(line, end="" if line.endswith("\n") else "\n\\ No newline at end\n")
     elif text != file.text:
         file.write(text)
-        findings = _moved(file.program, done.findings, ProgramFile(path))
+        findings = [finding.moved(ProgramFile(path).place) for finding in done.moved]
     if findings and done.generation:
         print(f"{path}: {done.generation.said}")
     for finding in findings:
         print(finding.line(str(path)))
     return text != file.text, findings
-
-
-def _moved(
-    before: str, findings: Sequence[Finding], file: ProgramFile
-) -> list[Finding]:
-    """The findings with the lines that they have in the written file."""
-    lines = [n.splitlines() for n in (before, file.program)]
-    numbers: dict[int, int] = {}
-    blocks = difflib.SequenceMatcher(None, *lines, autojunk=False).get_opcodes()
-    for _, start, end, new_start, new_end in blocks:
-        for at in range(start, end):
-            # Changed lines stand last in their block, behind imports that are new.
-            numbers[at + 1] = max(new_start, new_end - (end - at)) + 1
-
-    def move(place: CodePlace) -> CodePlace:
-        return file.place(place._replace(line=numbers.get(place.line, place.line)))
-
-    return [finding.moved(move) for finding in findings]
