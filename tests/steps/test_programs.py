@@ -27,7 +27,7 @@ from helpers.threads import in_threads
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxstrategy as js
-from jaxstrategy._src.tracing.stages import stages
+from jaxstrategy._src.tracing import step_arguments
 
 
 @contextlib.contextmanager
@@ -38,9 +38,9 @@ def each_call(called: Callable[[str, FrameType], object]) -> Iterator[None]:
         if event in ("call", "c_call"):
             called(event, frame)
 
-    while stages._running:
+    while step_arguments._running:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # as a test wanted it
-            stages._running.popleft().block_until_ready()
+            step_arguments._running.popleft().block_until_ready()
     was_enabled = gc.isenabled()
     gc.disable()
     sys.setprofile(profile)

@@ -47,7 +47,7 @@ from jaxstrategy._src.tracing.function_cache import FunctionCache
 from jaxstrategy._src.tracing.nnx import AttributeChange
 from jaxstrategy._src.tracing.references import References, code_of
 from jaxstrategy._src.tracing.signature import NamedResults, Results, Role
-from jaxstrategy._src.tracing.stages.stages import MaskArguments, Placement
+from jaxstrategy._src.tracing.step_arguments import MaskArguments, Placement
 from jaxstrategy._src.tracing.traced_step import ReplicaStep, StepEnvironment, name_of
 from jaxstrategy._src.tracing.translation import (
     CONCRETIZATION_ERRORS,

@@ -20,11 +20,10 @@ from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.parameter_servers.protocol import Input
 from jaxstrategy._src.replicas.mesh import as_numbers, is_key
 from jaxstrategy._src.replicas.replicas import Replicas
-from jaxstrategy._src.tracing import nnx
+from jaxstrategy._src.tracing import nnx, step_arguments
 from jaxstrategy._src.tracing.checks import step_checks
 from jaxstrategy._src.tracing.jaxprs import Equation
 from jaxstrategy._src.tracing.signature import Role, Signature, is_one_leaf
-from jaxstrategy._src.tracing.stages import stages
 from jaxstrategy._src.tracing.traced_step import (
     ReplicaStep,
     StepEnvironment,
@@ -197,7 +196,7 @@ def trace_function(
     trace = step.trace(leaves, with_masks)
     _check_variables(trace, set(pending), step.name, is_here=as_step is not None)
     if recorder.had_masks:
-        stages.check_traced(recorder.masks, step.name)
+        step_arguments.check_traced(recorder.masks, step.name)
     step_checks.check(trace, RunOptions().expect_mirrored, set())
     kinds = ((n, leaf) for n, leaf in enumerate(leaves) if is_key(leaf.dtype))
     keys = {number: jax.random.key_impl(leaf) for number, leaf in kinds}

@@ -40,7 +40,7 @@ from jaxstrategy._src.replicas.inner_axes import (
 )
 from jaxstrategy._src.replicas.replicas import REPLICATED, STACKED, Replicas
 from jaxstrategy._src.text import several_whole, whole
-from jaxstrategy._src.tracing.stages import stages
+from jaxstrategy._src.tracing import step_arguments
 from jaxstrategy._src.values import arrays as _arrays, building, per_replica, trees
 from jaxstrategy._src.values.arrays import Function, Leaf, PyTree, TreeFunction
 from jaxstrategy._src.values.per_replica import Handle, PerReplica
@@ -273,8 +273,8 @@ def _everywhere(
         stacked.append(array)
     specs = [of_versions(inner_spec(array, local)) for array in stacked]
     versions = _unstacked(tuple(with_inner(spec, local) for spec in specs))(stacked)
-    if stages.must_count(local.devices):
-        stages.count_dispatch(versions[0][0])
+    if step_arguments.must_count(local.devices):
+        step_arguments.count_dispatch(versions[0][0])
     return versions
 
 

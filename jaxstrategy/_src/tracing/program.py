@@ -21,6 +21,7 @@ from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.replicas import mesh
 from jaxstrategy._src.tracing import signature as _signature
 from jaxstrategy._src.tracing.constants import constants
+from jaxstrategy._src.tracing.finite import Finite
 from jaxstrategy._src.tracing.jaxprs import Jaxpr
 from jaxstrategy._src.tracing.partition.layout import output_shardings
 from jaxstrategy._src.tracing.partition.partitioned_step import PartitionedStep
@@ -33,8 +34,7 @@ from jaxstrategy._src.tracing.saved_step import (
     traced_caller,
 )
 from jaxstrategy._src.tracing.signature import Role, Signature, must_check_first
-from jaxstrategy._src.tracing.stages.finite import Finite
-from jaxstrategy._src.tracing.stages.stages import (
+from jaxstrategy._src.tracing.step_arguments import (
     ConstantObjects,
     MaskArguments,
     Placement,

@@ -24,11 +24,11 @@ from jaxstrategy._src.processes.agreement import Operation, ProgramPrint
 from jaxstrategy._src.processes.job import Processes
 from jaxstrategy._src.processes.watchdog import COMPILES, Watchdog
 from jaxstrategy._src.replicas import mesh
+from jaxstrategy._src.tracing import step_arguments
 from jaxstrategy._src.tracing.constants import ProgramValue, code_of, fingerprint
 from jaxstrategy._src.tracing.program import InputLayout, Program
 from jaxstrategy._src.tracing.references import source_location
 from jaxstrategy._src.tracing.saved_step import Obtain, Preparation
-from jaxstrategy._src.tracing.stages import stages
 from jaxstrategy._src.tracing.traced_step import (
     ReplicaStep,
     TracedStep,
@@ -177,7 +177,7 @@ class StepAgreement:
         self._known: set[tuple[str, ...]] = set()
         self._known_inner: set[tuple[str, ...]] = set()
         self._pending: list[ProgramPrint] = []
-        stages.on_dispatch(self._watchdog.watch)
+        step_arguments.on_dispatch(self._watchdog.watch)
         processes.operations.on_refusal(self._compare_again)
 
     def _compare_again(self) -> None:

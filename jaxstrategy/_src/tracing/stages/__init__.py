@@ -1,1 +1,0 @@
-"""What a program does for a step besides computing it."""
