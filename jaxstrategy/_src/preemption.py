@@ -231,18 +231,36 @@ class PreemptionCheckpointHandler:
         state: PyTree | Callable[[], PyTree] = None,
         strategy: AnyStrategy | None = None,
     ) -> None:
-        for name, given, kind, none in (
+        for name, option, kind, none in (
             ("cluster_resolver", cluster_resolver, ClusterResolver, " or None"),
             ("termination_config", termination_config, TerminationConfig, ""),
         ):
-            if given is not None and not isinstance(given, kind):
+            if option is not None and not isinstance(option, kind):
                 wanted = f"a {kind.__name__}{none} was wanted"
-                raise TypeError(f"`{name}` was {given!r}; {wanted}.")
+                raise TypeError(f"`{name}` was {option!r}; {wanted}.")
         self._config = termination_config or TerminationConfig()
         self._strategy = None if strategy is None else checked_core(strategy)
-        self._manager, self._state = _manager_and_state(
-            checkpoint_or_checkpoint_manager, checkpoint_dir, state, self._config
+        given, self._manager, self._state = (
+            checkpoint_or_checkpoint_manager,
+            None,
+            state,
         )
+        if isinstance(given, CheckpointManager):
+            if checkpoint_dir is not None:
+                raise ValueError(
+                    "`checkpoint_dir` was given together with a CheckpointManager, "
+                    "which has a directory of its own."
+                )
+            self._manager = given
+        elif checkpoint_dir is not None:
+            self._manager = CheckpointManager(checkpoint_dir)
+            self._state = given if state is None else state
+        elif self._config.save_fn is None:
+            raise ValueError(
+                f"`checkpoint_or_checkpoint_manager` was {given!r} without "
+                "`checkpoint_dir`. Give a `jaxstrategy.checkpoint.CheckpointManager`, "
+                "or a directory as well, or a `save_fn` in the TerminationConfig."
+            )
         self._calls = 0
         self.restored = self._restore()
         processes = job.current()
@@ -366,27 +384,3 @@ class PreemptionCheckpointHandler:
         state = self._state() if callable(self._state) else self._state
         restored, self._calls = self._manager.restore_or_init(state)
         return restored
-
-
-def _manager_and_state(
-    given: CheckpointManager | PyTree,
-    directory: str | os.PathLike[str] | None,
-    state: PyTree | Callable[[], PyTree],
-    config: TerminationConfig,
-) -> tuple[CheckpointManager | None, PyTree | Callable[[], PyTree]]:
-    if isinstance(given, CheckpointManager):
-        if directory is not None:
-            raise ValueError(
-                "`checkpoint_dir` was given together with a CheckpointManager, which "
-                "has a directory of its own."
-            )
-        return given, state
-    if directory is not None:
-        return CheckpointManager(directory), given if state is None else state
-    if config.save_fn is not None:
-        return None, state
-    raise ValueError(
-        f"`checkpoint_or_checkpoint_manager` was {given!r} without `checkpoint_dir`. "
-        "Give a `jaxstrategy.checkpoint.CheckpointManager`, or a directory as well, or "
-        "a `save_fn` in the TerminationConfig."
-    )

@@ -335,24 +335,14 @@ _ABSTRACT = {
 
 def reading(leaf: Leaf, entry: Entry) -> Reading | None:
     """How the array of an entry is read; None if nothing was written of it."""
-    shape = _written_shape(entry)
-    if shape is None or 0 in shape:
+    if entry["kind"] not in ("array", "per_replica"):
         return None
-    sharding = placement(leaf)
+    shape, sharding = (*entry["shape"], *entry.get("words", ())), placement(leaf)
     is_own = sharding is not None and sharding.is_fully_addressable
     if is_own and jax.process_count() > 1:
         sharding = None  # Orbax reads for all processes, or for the host
-    return Reading(shape, _dtype(entry), sharding)
-
-
-def _written_shape(entry: Entry) -> tuple[int, ...] | None:
-    if entry["kind"] not in ("array", "per_replica"):
-        return None
-    return *entry["shape"], *entry.get("words", ())
-
-
-def _dtype(entry: Entry) -> np.dtype:
-    return jnp.dtype("uint32" if "impl" in entry else entry["dtype"])
+    dtype = jnp.dtype("uint32" if "impl" in entry else entry["dtype"])
+    return None if 0 in shape else Reading(shape, dtype, sharding)
 
 
 def _check_numbers(value: object, name: str) -> None:
@@ -460,7 +450,8 @@ def _restore_array(leaf: Leaf, entry: Entry, array: Array | None) -> object:
     if entry["kind"] == "number":
         array = np.asarray(_number(entry), like.dtype)
     elif array is None:  # nothing was written of an array without elements
-        array = np.zeros(_written_shape(entry) or (), _dtype(entry))
+        words = entry.get("words", ())
+        array = np.zeros((*entry["shape"], *words), "uint32" if words else like.dtype)
     if "impl" in entry:
         array = jax.random.wrap_key_data(jnp.asarray(array), impl=entry["impl"])
     if isinstance(value, ShardedVariable):
