@@ -28,7 +28,6 @@ from jaxstrategy._src.replicas.devices import Device
 from jaxstrategy._src.text import shown
 from jaxstrategy._src.tracing import nnx
 from jaxstrategy._src.tracing.function_cache import FunctionCache
-from jaxstrategy._src.tracing.recompilation import FrozenSignatures
 from jaxstrategy._src.tracing.references import copy_source_location
 from jaxstrategy._src.tracing.saved_step import (
     Facts,
@@ -393,14 +392,12 @@ class CompiledExecutor(AbstractExecutor):
         options: RunOptions | None,
         obtain: Obtain,
     ) -> FunctionProgram:
-        frozen = FrozenSignatures()
         # A cache of its own: the step shares no programs with other calls, and raises
         # where these would compile.
-        program = FunctionCache(self.environment, self.agreement, frozen).of(
-            fn, options
-        )
+        cache = FunctionCache(self.environment, self.agreement)
+        program = cache.of(fn, options)
         program.prepare(arguments, obtain)
-        frozen.is_frozen = True
+        cache.is_frozen = True
         return program
 
     def run_compiled(

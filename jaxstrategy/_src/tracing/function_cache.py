@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, final
 import jax
 
 from jaxstrategy._src import errors
+from jaxstrategy._src.errors import CompiledStepError
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.tracing import nnx, rebinding, signature as _signature
 from jaxstrategy._src.tracing.checks.step_checks import check
@@ -19,9 +20,9 @@ from jaxstrategy._src.tracing.nnx import came_from_step
 from jaxstrategy._src.tracing.program import NotTraced, Program, Retraced
 from jaxstrategy._src.tracing.recompilation import (
     Calls,
-    FrozenSignatures,
     History,
     history_of,
+    other_arguments,
 )
 from jaxstrategy._src.tracing.references import (
     UNBOUND,
@@ -41,6 +42,7 @@ from jaxstrategy._src.tracing.traced_step import (
     ReplicaStep,
     StepEnvironment,
     TracedStep,
+    name_of,
 )
 from jaxstrategy._src.values import per_replica, trees
 from jaxstrategy._src.values.arrays import (
@@ -82,11 +84,11 @@ class FunctionCache:
         self,
         environment: StepEnvironment,
         agreement: StepAgreement | None = None,
-        frozen: FrozenSignatures | None = None,
     ) -> None:
         self._environment = environment
         self._agreement = agreement
-        self._frozen = frozen
+        # Compiles nothing any more.
+        self.is_frozen = False
         self._functions: dict[Hashable, CachedFunction] = {}
         self._histories: dict[int, History] = {}
         self._table: dict[Key, ProgramCache] = {}
@@ -134,12 +136,14 @@ class FunctionCache:
         key = self._with_mutated(key, references)
         if (known := self._table.get(key)) is not None:
             return known
-        if self._frozen is not None:
-            self._frozen.check_function(fn)
+        if self.is_frozen:
+            raise CompiledStepError(
+                f"`{name_of(fn)}` was compiled ahead of time, and what it captures has "
+                "changed since: a variable of the function around it, or an attribute "
+                "of its object. Compile it again, or pass what changes as an argument."
+            )
         history, calls = history_of(fn, self._histories), Calls(references)
-        made = ProgramCache(
-            self._environment, self._agreement, options, history, calls, self._frozen
-        )
+        made = ProgramCache(self._environment, self._agreement, options, history, calls)
         self._purge(key[0])
         # At once: programs may hold large constants.
         on_death = weak_method(self, FunctionCache._purge, None)
@@ -399,14 +403,14 @@ class ProgramCache:
         options: RunOptions | None,
         history: History,
         calls: Calls,
-        frozen: FrozenSignatures | None = None,
     ) -> None:
         self._environment = environment
         self._agreement = agreement
         self._options = options if options is not None else RunOptions()
         self._history = history
         self._calls = calls
-        self._frozen = frozen
+        # The only ones that may be called, if they are compiled ahead of time.
+        self._prepared: Signature | None = None
         self._functions: list[Callable[[], Function | None]] = []
         # The function that is called now; another thread may call another.
         self.get_caller: Callable[[], Function | None] = lambda: None
@@ -542,8 +546,7 @@ class ProgramCache:
         program, _ = self._new_program(signature)
         program.prepare(leaves, obtain)
         self._programs[signature] = program
-        if self._frozen is not None:
-            self._frozen.add(signature)
+        self._prepared = signature
         self.has_succeeded = True
 
     def _call_by_signature(
@@ -556,8 +559,8 @@ class ProgramCache:
         leaves, signature = _signature.flatten(fn, arguments)
         program, unstated = self._programs.get(signature), None
         if program is None:
-            if self._frozen is not None:
-                self._frozen.check_arguments(fn, signature)
+            if self._prepared is not None:
+                raise other_arguments(fn, self._prepared, signature)
             self._returned.check(signature, leaves, fn)
             made, unstated = self._new_program(signature)
             program = self._programs.setdefault(signature, made)  # or another thread's

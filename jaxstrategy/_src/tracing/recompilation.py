@@ -1,4 +1,4 @@
-"""Compilations of a function: warns of too many, and refuses any once frozen."""
+"""What is said of compilations: too many of a function, or one that may not be."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import types
 import weakref
 from collections.abc import Sequence
-from typing import final
 
 import jax
 import numpy as np
@@ -178,40 +177,21 @@ def _change(
                 f"the shape or dtype of {where} changed: it was {was.str_short()}, is "
                 f"{now.str_short()}. Pad batches to one shape, or drop the last one."
             )
+    if old.treedef != new.treedef:
+        return (
+            "something static in its objects of Flax NNX changed, such as an "
+            "attribute. Keep what changes in an `nnx.Variable`."
+        )
     return "its programs were forgotten or its context changed."
 
 
-@final
-class FrozenSignatures:
-    """The signatures of a step compiled ahead; no others are compiled once frozen."""
-
-    def __init__(self) -> None:
-        self.is_frozen = False
-        self._last: Signature | None = None
-
-    def add(self, signature: Signature) -> None:
-        self._last = signature
-
-    def check_function(self, fn: Function) -> None:
-        """Raises if frozen, for a function that captures other values."""
-        if self.is_frozen:
-            raise CompiledStepError(
-                f"`{name_of(fn)}` was compiled ahead of time, and what it captures has "
-                "changed since: a variable of the function around it, or an attribute "
-                "of its object. Compile it again, or pass what changes as an argument."
-            )
-
-    def check_arguments(self, fn: Function, signature: Signature) -> None:
-        """Raises if frozen, for arguments of another signature."""
-        if not self.is_frozen:
-            return
-        assert self._last is not None, "it is frozen after it was compiled"
-        what = _difference(fn, self._last, signature)
-        raise CompiledStepError(
-            f"`{name_of(fn)}` was compiled ahead of time for other arguments: {what}. "
-            "Call it with arguments like those it was compiled for, or compile it for "
-            "these."
-        )
+def other_arguments(fn: Function, old: Signature, new: Signature) -> CompiledStepError:
+    """The error for a call of a step that was compiled ahead for other arguments."""
+    return CompiledStepError(
+        f"`{name_of(fn)}` was compiled ahead of time for other arguments: "
+        f"{_difference(fn, old, new)}. Call it with arguments like those it was "
+        "compiled for, or compile it for these."
+    )
 
 
 def _difference(fn: Function, old: Signature, new: Signature) -> str:
