@@ -150,8 +150,9 @@ def _is_keras(owner: object) -> bool:
 
 # Held while a function is traced with substitutes for what it captures.
 rebinding_lock = threading.RLock()
-# Those in effect; `_version` is another object after each change.
-_active: list[FunctionRebindings] = []
+# By `id`: what a thread that traces has bound, in place of what, and the thread.
+_substitutes: dict[int, tuple[object, object, int]] = {}
+# Another object after each change.
 _version = object()
 _MAX_ATTEMPTS = 5
 
@@ -159,11 +160,10 @@ _MAX_ATTEMPTS = 5
 def references(fn: Function) -> References:
     """What `fn` captures, and nothing that another thread's trace has substituted."""
     for _ in range(_MAX_ATTEMPTS):
-        version, active = _version, list(_active)
-        found = References(fn)
-        if version is _version:
-            if active and any(each.has_substitutes_in(found) for each in active):
-                break
+        version, found = _version, References(fn)
+        if version is _version and all(
+            _original(node.value) is node.value for node in found.nodes
+        ):
             return found
     with rebinding_lock:
         return References(fn)
@@ -172,11 +172,15 @@ def references(fn: Function) -> References:
 def original_value(binding: Binding) -> object:
     """The value of a binding, whatever another thread's trace has substituted."""
     while True:
-        version, value = _version, binding.get()
-        for rebindings in reversed(_active):
-            value = rebindings.original_value(binding, value)
+        version, value = _version, _original(binding.get())
         if version is _version:
             return value
+
+
+def _original(value: object) -> object:
+    while (known := _substitutes.get(id(value))) and known[2] != threading.get_ident():
+        value = known[1]
+    return value
 
 
 @contextlib.contextmanager
@@ -215,52 +219,32 @@ class FunctionRebindings:
     """Substitutes, by `id`, for values that a function captures, while it is traced."""
 
     def __init__(self, fn: Function, substitutes: Mapping[int, object]) -> None:
-        self._references = References(fn, with_key=False)
-        self._substitutes = substitutes
-        self.function: Function = substituted(self._references.root, self._substitutes)
+        references = References(fn, with_key=False)
+        self.function: Function = substituted(references.root, substitutes)
         # Each binding with its original value and the substitute.
-        self._rebound: list[tuple[Binding, object, object]] | None = None
-        self._thread = 0
+        self._rebound: list[tuple[Binding, object, object]] = []
+        for node in references.nodes_with(set(substitutes)):
+            assert node.binding is not None
+            new = substituted(node.value, substitutes)
+            if new is not node.value:
+                self._rebound.append((node.binding, node.value, new))
 
     def set(self) -> None:
         """Binds the substitutes."""
         global _version
         # First, so that lookups of other threads notice it.
-        self._thread = threading.get_ident()
-        _active.append(self)
+        for _, value, new in self._rebound:
+            _substitutes[id(new)] = new, value, threading.get_ident()
         _version = object()
-        if self._rebound is not None:
-            for binding, _, new in self._rebound:
-                binding.set(new)
-            return
-        self._rebound = []
-        for node in self._references.nodes_with(set(self._substitutes)):
-            assert node.binding is not None
-            new = substituted(node.value, self._substitutes)
-            self._rebound.append((node.binding, node.value, new))
-            node.binding.set(new)
+        for binding, _, new in self._rebound:
+            binding.set(new)
 
     def take_back(self) -> None:
         """Binds the original values again."""
         global _version
-        for binding, value, new in reversed(self._rebound or ()):
+        for binding, value, new in reversed(self._rebound):
             if binding.get() is new:  # else the function has assigned another
                 binding.set(value)
-        _active.remove(self)
-        _version = object()
-
-    def original_value(self, binding: Binding, value: object) -> object:
-        """The original value if `value` is a substitute; else `value`."""
-        if self._thread != threading.get_ident():
-            for other, original, new in self._rebound or ():
-                if new is value and other.identity == binding.identity:
-                    return original
-        return value
-
-    def has_substitutes_in(self, found: References) -> bool:
-        """Whether another thread has found a substitute."""
-        if self._thread == threading.get_ident():
-            return False
-        substitutes = {id(new) for _, _, new in self._rebound or ()}
-        substitutes |= {id(new) for new in self._substitutes.values()}
-        return any(id(node.value) in substitutes for node in found.nodes)
+        _version = object()  # before another thread can take a substitute for a value
+        for _, _, new in self._rebound:
+            _substitutes.pop(id(new), None)
