@@ -413,7 +413,11 @@ _PROOF_BYTES = 32
 _REFUSAL = bytes(_PROOF_BYTES)  # the host's answer to a wrong proof; anybody may say so
 
 
-class _AnotherSecretError(ValueError):
+class _HandshakeError(ValueError):
+    """The other side is no process of a job of this version."""
+
+
+class _AnotherSecretError(_HandshakeError):
     """The other side does not know the secret of this one."""
 
 
@@ -465,7 +469,7 @@ def _received(
             raise EOFError("it hung up")
         data += more
         if not greeting.startswith(data[: len(greeting)]):
-            raise ValueError(f"it says {data[:40]!r}, not {greeting!r}")
+            raise _HandshakeError(f"it says {data[:40]!r}, not {greeting!r}")
     return data[len(greeting) :]
 
 
@@ -545,7 +549,7 @@ class Listener:
             else:
                 _tune(sock)
                 stream = _proven(sock, self._secret, is_host=True)
-        except (EOFError, OSError, ValueError):
+        except (EOFError, OSError, _HandshakeError):
             sock.close()
             return
         finally:
@@ -585,7 +589,7 @@ def dialled(
                 f"The process that listens at {address} has another {_secret.VARIABLE} "
                 f"than this one, which {own}. Give all processes of the job the same."
             ) from error
-        except ValueError as error:
+        except _HandshakeError as error:
             raise ClusterError(
                 f"What listens at {address} is no process of a job of this version: "
                 f"{error}."
