@@ -152,14 +152,13 @@ class Task:
         address: str,
         # Starts it, given what to call with its return code; None: somebody else does.
         start: Callable[[Callable[[int], None]], StartedProcess] | None = None,
-        ended: Callable[[Task], None] = lambda task: None,  # also called at its end
         release: Callable[[], None] = lambda: None,  # gives its place to the next one
         hidden: str = "\0",  # how lines begin that it writes and nobody need see
         news_seconds: float = 1.0,  # until one hears of its end
     ) -> None:
         self.name, self.address = name, address
         self.over = threading.Event()  # set when it is known to have ended
-        self._ended, self._release = ended, release
+        self._release = release
         self._news_seconds = news_seconds
         self._hidden = hidden.encode()
         self._code: int | None = None
@@ -208,7 +207,6 @@ class Task:
             self._code = code
         self.over.set()
         self.close()
-        self._ended(self)
 
     def _show(self, line: bytes) -> None:
         if line.startswith(self._hidden):

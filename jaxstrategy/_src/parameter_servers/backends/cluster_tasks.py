@@ -141,9 +141,6 @@ _SAID_SECONDS = 15.0  # without one, after which a line says so
 _lives = itertools.count()
 
 
-Ended: TypeAlias = Callable[[Task], None]
-
-
 def reached(
     task: Task,
     secret: Secret | None,
@@ -185,7 +182,7 @@ class Place(abc.ABC):
         self._pid = os.getpid()
 
     @abc.abstractmethod
-    def task(self, job: Job, number: int, ended: Ended = lambda task: None) -> Task:
+    def task(self, job: Job, number: int) -> Task:
         """A process, started if that is to be done here."""
 
     @abc.abstractmethod
@@ -221,11 +218,7 @@ def called_server(
 
 
 class TaskBackend(AbstractWorkerBackend):
-    """A backend of processes at addresses.
-
-    A worker's process that was started here and ends is followed by the next one at
-    once.
-    """
+    """A backend of processes at addresses."""
 
     def __init__(
         self,
@@ -253,7 +246,7 @@ class TaskBackend(AbstractWorkerBackend):
         try:
             with ThreadPoolExecutor(workers + servers) as pool:
                 serving = [pool.submit(place.task, "ps", k) for k in range(servers)]
-                working = [pool.submit(self._started, k) for k in range(workers)]
+                working = [pool.submit(place.task, "worker", k) for k in range(workers)]
             errors = [e for each in (*working, *serving) if (e := each.exception())]
             if errors and all(isinstance(each, ClusterError) for each in errors):
                 raise ClusterError(" ".join(map(str, errors)))
@@ -310,36 +303,17 @@ class TaskBackend(AbstractWorkerBackend):
         """The process of a worker that is to begin a new life."""
         with self._locks[worker]:
             old = self._workers[worker]
-            is_fresh = worker in self._unused and not old.over.is_set()
-            if not is_fresh:
-                old.kill()  # it may have what the next one needs
-                try:
-                    self._workers[worker] = self._started(worker)
-                except ClusterError as error:
-                    raise WorkerLost(f"Worker {worker} is lost. {error}") from error
-            self._unused.discard(worker)
-            task = self._workers[worker]
-        if not is_fresh:
-            old.close()
+            if worker in self._unused:
+                self._unused.discard(worker)
+                if not old.over.is_set():
+                    return old
+            old.kill()  # it may have what the next one needs
+            try:
+                self._workers[worker] = task = self._place.task("worker", worker)
+            except ClusterError as error:
+                raise WorkerLost(f"Worker {worker} is lost. {error}") from error
+        old.close()
         return task
-
-    def _started(self, worker: int) -> Task:
-        this = weakref.ref(self)  # threads that wait for its end must not keep this
-
-        def ended(task: Task) -> None:
-            if (backend := this()) is not None:
-                backend._follow(worker, task)
-
-        return self._place.task("worker", worker, ended)
-
-    def _follow(self, worker: int, task: Task) -> None:
-        """Start the next process of a worker, if the one that has ended was used."""
-        with self._locks[worker]:
-            if worker not in self._unused and task is self._workers[worker]:
-                # Who asks for one tries again, and hears of it.
-                with contextlib.suppress(ClusterError):
-                    self._workers[worker] = self._started(worker)
-                    self._unused.add(worker)
 
     def _reach_server(self, task: Task, end: float) -> None:
         """Begin the session of a server."""
@@ -397,7 +371,7 @@ class _Addresses(Place):
         super().__init__(checked_secret(addresses.servers[0]))
         self._addresses = addresses
 
-    def task(self, job: Job, number: int, ended: Ended = lambda task: None) -> Task:
+    def task(self, job: Job, number: int) -> Task:
         addresses = self._addresses
         own = addresses.workers if job == "worker" else addresses.servers
         return Task(f"{NAMES[job]} {number}", own[number])

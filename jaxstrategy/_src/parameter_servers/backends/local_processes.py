@@ -27,7 +27,6 @@ from jaxstrategy._src.parameter_servers.backends import child as _child
 from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
     ALL_ENDED,
     NAMES,
-    Ended,
     Job,
     Place,
     StartedProcesses,
@@ -179,7 +178,7 @@ class _ThisHost(Place):
         self._of_worker = environments
         _all.add(self)
 
-    def task(self, job: Job, number: int, ended: Ended = lambda task: None) -> Task:
+    def task(self, job: Job, number: int) -> Task:
         name = f"{NAMES[job]} {number}"
         address = f"{self._folder}/{next(self._numbers)}"
         path = [os.path.abspath(entry) for entry in sys.path]
@@ -197,7 +196,7 @@ class _ThisHost(Place):
             self.check_open()
             self._living = [each for each in self._living if not each.over.is_set()]
             try:
-                started = Task(name, address, start, ended)
+                started = Task(name, address, start)
             except RuntimeError as error:
                 # Since Python 3.12 an ending interpreter starts no thread; the guard
                 # ends what the child has begun.
@@ -244,8 +243,8 @@ class LocalProcesses(StartedProcesses):
     """Starts workers and parameter servers as processes, which end with this one.
 
     They are connected by sockets in a folder that only this user can enter. What they
-    print appears behind their names in this process's standard error. A worker that
-    ends is started again at once.
+    print appears behind their names in this process's standard error. A coordinator has
+    a worker that ends started again.
 
     Args:
       workers: how many.

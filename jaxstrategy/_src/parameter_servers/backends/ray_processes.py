@@ -23,7 +23,6 @@ from jaxstrategy._src.launch.ray import (
 from jaxstrategy._src.parameter_servers.backends import local_processes
 from jaxstrategy._src.parameter_servers.backends.cluster_tasks import (
     NAMES,
-    Ended,
     Job,
     Place,
     StartedProcesses,
@@ -77,7 +76,7 @@ class _Bundles(Place):
             cluster.close()
             raise
 
-    def task(self, job: Job, number: int, ended: Ended = lambda task: None) -> Task:
+    def task(self, job: Job, number: int) -> Task:
         self.check_open()
         actors, name = self._actors, f"{NAMES[job]} {number}"
         try:
@@ -98,7 +97,6 @@ class _Bundles(Place):
             name,
             address,
             lambda over: RayStartedProcess(actors, actor, name, over),
-            ended,
             release=lambda: actors.end(actor),
             # Who waits for whom is news where people start tasks, and none here.
             hidden=f"jaxstrategy: {job} {number}: ",
