@@ -34,6 +34,16 @@ def test_reduce_gives_numpys_numbers(strategy, axis, dims):
         assert isinstance(out, js.Mirrored)
 
 
+def test_a_wide_tree_of_rare_and_common_types(two):
+    """Those that are rare are not joined: each has a kernel to be cut out."""
+    shapes = [(3,)] * 120 + [(k, 2) for k in range(1, 12)]
+    draw = np.random.default_rng(0)
+    host = [draw.normal(size=(2, *shape)).astype(np.float32) for shape in shapes]
+    reduced = two.reduce("sum", [two.per_replica(each) for each in host])
+    for found, each in zip(reduced, host, strict=True):
+        np.testing.assert_allclose(found, each.sum(0), rtol=1e-5, atol=1e-6)
+
+
 def test_reduce_of_what_every_replica_holds(strategy):
     n = strategy.num_replicas_in_sync
     mirrored = strategy.run(lambda: jnp.array([1.0, 2.0]))

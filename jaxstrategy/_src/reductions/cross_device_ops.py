@@ -154,7 +154,8 @@ class DefaultOps(PlannedOps):
         processes = len({device.process_index for device in devices})
         platform = next(iter(devices)).platform
         best = packing.best_on(platform, replicas.count, processes)
-        return Plan(best)
+        # Between processes each collective more waits for messages, at each call.
+        return Plan(best, is_packing_free=processes == 1)
 
 
 @final
@@ -296,6 +297,7 @@ class Plan:
     # Sums stand in a trace as equations in a row, whose arrays are joined when it is
     # known in which order they are computed.
     is_packed_later: bool = False
+    is_packing_free: bool = False  # nobody chose it
 
     def in_levels(self, groups: Groups) -> Plan:
         """The same, with sums inside these groups, between them, and back to all."""
@@ -310,7 +312,7 @@ class Plan:
             return self
         new: dict[str, Any] = {}
         if size := options.bytes_per_pack:
-            new |= {"packing": packing.Packing(size, size)}
+            new |= {"packing": packing.Packing(size, size), "is_packing_free": False}
         if size or options.overlap:
             new["is_packed_later"] = options.overlap
         if options.reduce_dtype is not None:
@@ -338,6 +340,12 @@ class Plan:
         way = operations.in_replica_order if is_ordered else operations.grouped
         sum_ = functools.partial(way, groups=groups)
         return dataclasses.replace(self, sum=sum_, groups=groups)
+
+    def alone(self) -> Plan:
+        """The same, but that arrays are not joined unless somebody chose how."""
+        if not self.is_packing_free:
+            return self
+        return dataclasses.replace(self, packing=packing.NumberOfPacks(0))
 
     def reduce(self, op: ReduceOp, values: Sequence[Leaf], axes: Axes) -> list[Leaf]:
         """Each of `values` reduced over all replicas, which all get the results.
@@ -425,6 +433,9 @@ class UserPlan:
             "replicas. Use a strategy with one of jaxstrategy's own cross-device "
             "operations."
         )
+
+    def alone(self) -> UserPlan:
+        return self
 
     def in_eight_bits(
         self, op: ReduceOp, arrays: Sequence[jax.Array], axes: Axes

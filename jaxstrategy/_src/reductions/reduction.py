@@ -58,6 +58,10 @@ class Reduction:
         reduced, joined = iter(self._dense(plan, how.op, dense)), iter(sparse)
         return [next(joined if is_slices(leaf) else reduced) for leaf in leaves]
 
+    def alone(self) -> Reduction:
+        """The same, but that arrays are not joined unless somebody chose how."""
+        return Reduction(self._replicas, self._plan.alone())
+
     def _dense(self, plan: AnyPlan, op: ReduceOp, leaves: Sequence[Leaf]) -> list[Leaf]:
         axes = self._replicas.axes
         alone = [self._goes_alone(leaf) for leaf in leaves]
@@ -127,6 +131,10 @@ class LocalReduction:
         self._count = count
         self._results: list[tuple[jax.Array, jax.Array, HowReduced]] = []
         self._state: object = None
+
+    def alone(self) -> LocalReduction:
+        """As that of `Reduction`: a replica by itself joins no arrays."""
+        return self
 
     def reduce_leaves(self, how: HowReduced, leaves: Sequence[Leaf]) -> list[Leaf]:
         op, groups = how.op, how.groups
@@ -320,6 +328,10 @@ class EagerReduction:
 
     def __init__(self, run_collective: RunCollective) -> None:
         self._run_collective = run_collective
+
+    def alone(self) -> EagerReduction:
+        """As that of `Reduction`: replicas that run eagerly join no arrays."""
+        return self
 
     def reduce_leaves(self, how: HowReduced, leaves: Sequence[Leaf]) -> list[Leaf]:
         over = "" if how.groups is None else f", groups={how.groups}"

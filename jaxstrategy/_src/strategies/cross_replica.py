@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
@@ -174,21 +175,39 @@ def equal_parts(types: Sequence[Hashable], most: int) -> list[list[int]]:
 # and 2,000 written by hand takes 0.3, 1.6 and 13 s of processor time, of 10,000 over 10
 # minutes.
 _AT_ONCE = 128
+# XLA compiles a kernel for each type of array that it cuts out of joined ones, in 20 ms
+# of processor time: the first sum of 500 arrays of as many types takes 7 s, not 1.4, if
+# they are joined. On eight CPU devices a collective less saves 0.15 ms of a call.
+_FEW = 4
 
 
-def in_parts(function: TreeFunction, tree: PyTree) -> PyTree:
-    """Maps a function of trees over a wide tree in parts, to bound compile times."""
+def in_parts(
+    function: TreeFunction, tree: PyTree, for_rare: TreeFunction | None = None
+) -> PyTree:
+    """Maps a function of trees over a wide tree in parts, to bound compile times.
+
+    `for_rare`, if given, is applied to leaves whose type occurs only a few times.
+    """
     # A variable is not to be read here, and an object not to be looked into.
     trees.object_kinds()
     leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_leaf)
     if len(leaves) <= _AT_ONCE or any(map(trees.is_object, leaves)):
         return function(tree)
+    types = [_type_of(leaf) for leaf in leaves]
+    work: list[tuple[TreeFunction, Sequence[int]]] = [(function, range(len(types)))]
+    if for_rare is not None:
+        count = collections.Counter(types)
+        common = [i for i, kind in enumerate(types) if count[kind] >= _FEW]
+        rare = [i for i, kind in enumerate(types) if count[kind] < _FEW]
+        work = [(function, common), (for_rare, rare)]
     results: list[Leaf] = [None] * len(leaves)
     try:
-        for part in equal_parts([_type_of(leaf) for leaf in leaves], _AT_ONCE):
-            done = function([leaves[i] for i in part])
-            for i, result in zip(part, done, strict=True):
-                results[i] = result
+        for apply, indices in work:
+            for part in equal_parts([types[i] for i in indices], _AT_ONCE):
+                chosen = [indices[i] for i in part]
+                done = apply([leaves[i] for i in chosen])
+                for i, result in zip(chosen, done, strict=True):
+                    results[i] = result
     except (TypeError, ValueError, DonatedValueError):
         return function(tree)  # its errors name leaves by their place in it
     return jax.tree.unflatten(treedef, results)

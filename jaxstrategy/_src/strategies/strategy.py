@@ -923,16 +923,20 @@ class Strategy(AbstractStrategy):
         op, is_weighted = ReduceOp(reduce_op), weights is not None
         over = None if axis is None else dimensions(axis)
 
-        def across(tree: PyTree) -> PyTree:
-            key = op, over, options, is_weighted
+        def across(tree: PyTree, alone: bool = False) -> PyTree:
+            key = op, over, options, is_weighted, alone
             if (apply := self._across.get(key)) is None:
-                how, reduction = HowReduced(op, options), self._compiled_reduction
+                reduction = self._compiled_reduction
+                reduction = reduction.alone() if alone else reduction
+                how = HowReduced(op, options)
                 function = reducer(how, over, is_weighted, reduction.reduce_leaves)
                 apply = self._across[key] = self._executor.across(function)
             return apply((tree, weights) if is_weighted else tree)
 
-        is_leaf = context.in_step or isinstance(value, (PerReplica, jax.Array))
-        found = across(value) if is_leaf else in_parts(across, value)
+        if context.in_step or isinstance(value, (PerReplica, jax.Array)):  # one leaf
+            found = across(value)
+        else:
+            found = in_parts(across, value, functools.partial(across, alone=True))
         is_there = self._variable_sharding is None
         return found if is_there else self._beside_variables(found)
 
