@@ -133,7 +133,8 @@ class FunctionCache:
         references: References,
     ) -> ProgramCache:
         """The programs of functions with this key."""
-        key = self._with_mutated(key, references)
+        if self._mutated:
+            key = self._with_mutated(key, references)
         if (known := self._table.get(key)) is not None:
             return known
         if self.is_frozen:

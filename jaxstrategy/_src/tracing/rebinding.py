@@ -161,9 +161,10 @@ def references(fn: Function) -> References:
     """What `fn` captures, and nothing that another thread's trace has substituted."""
     for _ in range(_MAX_ATTEMPTS):
         version, found = _version, References(fn)
-        if version is _version and all(
+        is_original = not _substitutes or all(
             _original(node.value) is node.value for node in found.nodes
-        ):
+        )
+        if is_original and version is _version:
             return found
     with rebinding_lock:
         return References(fn)
