@@ -328,7 +328,10 @@ class CachedFunction:
     def _lookup(self, fn: Function) -> tuple[ProgramCache, dict[str, Leaf]]:
         """Finds the programs of the cache key, and the captured values they take."""
         self._found = _NOTHING_FOUND  # the previous ones are not right any more
-        references = self._references = rebinding.references(fn)
+        # It captures no arrays, and is known by itself: nothing needs to be hashed.
+        is_simple = _is_module_level(fn) and not trees.object_kinds()
+        references = rebinding.references(_nothing if is_simple else fn)
+        self._references = references
         self._key, captured = self._cache.key_of(fn, self._options, references)
         bindings = references.captured_bindings
         self._captured_bindings = bindings() if captured else []
@@ -370,6 +373,10 @@ def _is_module_level(fn: Function) -> bool:
         return False
     is_plain = not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__)
     return is_plain and "<" not in fn.__qualname__
+
+
+def _nothing() -> None:
+    """Refers to nothing."""
 
 
 def _needs_constants(error: Exception) -> bool:

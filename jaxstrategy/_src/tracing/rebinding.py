@@ -190,7 +190,7 @@ def rebound(fn: Function, replaced: Mapping[str, object]) -> Iterator[Function]:
     if not replaced:
         # Arrays that are constants must not be those of another thread's trace.
         is_eager = context.current().eager is not None
-        waits = not is_eager and bool(references(fn).arrays)
+        waits = not is_eager and bool(References(fn, with_key=False).arrays)
         with rebinding_lock if waits else contextlib.nullcontext():
             yield fn
         return
