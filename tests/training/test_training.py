@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from flax import linen
+from flax import linen, nnx
 from flax.training import train_state
 
 import jaxstrategy as js
@@ -116,3 +116,55 @@ def test_linen_cnn_with_batchnorm(eight):
         state = step(state, *distributed(eight, *batch))
     assert_equal(parts(state), parts(alone(CLIPPED)))
     assert int(state.step) == STEPS
+
+
+class Transformer(nnx.Module):
+    """One block, which tells whether a sequence begins as it ends."""
+
+    def __init__(self, seed=0):
+        rngs = nnx.Rngs(seed)
+        self.embed = nnx.Embed(8, 16, rngs=rngs)
+        # The bias of a key has no gradient, and Adam takes steps of the rounding.
+        self.attention = nnx.MultiHeadAttention(
+            2, 16, use_bias=False, decode=False, rngs=rngs
+        )
+        self.norms = nnx.List([nnx.LayerNorm(16, rngs=rngs) for _ in range(2)])
+        self.dense = nnx.List([nnx.Linear(16, n, rngs=rngs) for n in (32, 2)])
+        self.out = nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, tokens):
+        h = self.embed(tokens)
+        h = h + self.attention(self.norms[0](h))
+        h = h + self.out(nnx.gelu(self.dense[0](self.norms[1](h))))
+        return self.dense[1](h.mean(1))
+
+
+@pytest.mark.usefixtures("ranks_may_differ")
+def test_nnx_transformer_with_adam(eight):
+    tokens = np.random.default_rng(0).integers(0, 8, (5, ROWS, 6))
+    labels = (tokens[..., 0] == tokens[..., -1]).astype(np.int32)
+
+    def loss_fn(model, x, y):
+        return cross_entropy(model(x), y).mean()
+
+    def trained(decorate, mean, batch_of):
+        model = Transformer()
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+        @decorate
+        def step(model, optimizer, x, y):
+            loss, grads = mean(nnx.value_and_grad(loss_fn)(model, x, y))
+            optimizer.update(model, grads)
+            return loss
+
+        batches = zip(tokens, labels, strict=True)
+        losses = [step(model, optimizer, *batch_of(*batch)) for batch in batches]
+        return losses, nnx.state(model), nnx.state(optimizer)
+
+    want = trained(nnx.jit, lambda tree: tree, lambda *batch: batch)
+    have = trained(
+        eight.run,
+        lambda tree: js.get_replica_context().all_reduce("mean", tree),
+        lambda *batch: distributed(eight, *batch),
+    )
+    assert_equal(have, want, 1e-4)
