@@ -140,7 +140,7 @@ class StepMasks:
     ) -> None:
         self._batches = batches
         self.parts, self.part = parts, part
-        self.whole = self if of is None else of
+        self._of = of
         self.asked = False  # whether the step handles padded rows
         self.gathered = False  # whether it gathers padded rows
         # The places of masks that equally many rows may belong to.
@@ -149,6 +149,10 @@ class StepMasks:
     @property
     def any(self) -> bool:
         return bool(self._batches)
+
+    @property
+    def whole(self) -> StepMasks:
+        return self if self._of is None else self._of
 
     def of(self, array: jax.Array) -> BatchArray | None:
         """The mask of `array`, if it is an argument of the step."""

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import gc
 import re
 import warnings
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -303,6 +305,21 @@ def test_a_function_mapped_over_a_batch_is_found_out(four, function):
         "over the mask. Change batches inside the step, or before they are divided",
     ):
         four.run(lambda batch: js.masked_sum(batch["x"]), (changed,))
+
+
+def test_what_a_step_is_traced_with_is_gone_after_it(four):
+    traced = []
+
+    def step(batch):
+        traced.append(weakref.ref(batch))
+        return js.masked_mean(batch)
+
+    gc.disable()
+    try:
+        four.run(step, (last(four, 3)[0],))
+        assert traced and all(ref() is None for ref in traced)
+    finally:
+        gc.enable()
 
 
 def test_batches_may_be_donated(four):
