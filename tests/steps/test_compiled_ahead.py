@@ -117,7 +117,7 @@ def test_a_train_state_is_compiled_from_its_types_and_loaded(tmp_path):
     strategy = replicas(2)
     model, optimizer = nn.Dense(1), optax.sgd(0.1)
 
-    def create(optimizer=optimizer):
+    def create(optimizer=optimizer, model=model):
         params = model.init(jax.random.key(0), ROWS)
         return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
 
@@ -143,6 +143,8 @@ def test_a_train_state_is_compiled_from_its_types_and_loaded(tmp_path):
     told = "A model or an optimizer that is made anew is another one: make it once"
     with pytest.raises(js.errors.CompiledStepError, match=told):
         loaded(strategy.init(lambda: create(optax.sgd(0.1))), rows)
+    with pytest.raises(js.errors.CompiledStepError, match=told):  # printed the same
+        loaded(strategy.init(lambda: create(model=nn.Dense(1))), rows)
 
 
 def test_arguments_that_lie_otherwise_are_refused():

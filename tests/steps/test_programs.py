@@ -264,12 +264,19 @@ def test_a_new_lambda_each_time_gives_one_warning(two, warnings_are_kept, recwar
     assert warning.filename == __file__
 
 
+class Alike:
+    def __repr__(self):
+        return "Alike()"
+
+
 CHANGING = [
     (lambda x, mode: x, lambda i: (1.0, f"mode {i}"),
      "static argument `mode` changed: it was 'mode 4', is 'mode 5'"),
     (lambda batch: batch["x"] * 2, lambda i: ({"x": jnp.ones((i + 1, 2))},),
      "shape or dtype of `batch['x']` changed: it was float32[5,2], is float32[6,2]"),
     (lambda batch: 1.0, lambda i: ({f"key{i}": 1.0},),
+     "structure of its arguments changed"),
+    (lambda apply: 1.0, lambda i: (jax.tree_util.Partial(Alike().__repr__),),
      "structure of its arguments changed"),
 ]  # fmt: skip
 

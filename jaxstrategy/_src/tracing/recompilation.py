@@ -13,20 +13,12 @@ import numpy as np
 from jaxstrategy._src import text
 from jaxstrategy._src.errors import CompiledStepError, RecompilationWarning
 from jaxstrategy._src.text import array_type, shown
+from jaxstrategy._src.tracing import nnx
 from jaxstrategy._src.tracing.jaxprs import ArrayType
-from jaxstrategy._src.tracing.references import (
-    References,
-    code_of,
-)
+from jaxstrategy._src.tracing.references import References, code_of
 from jaxstrategy._src.tracing.signature import Signature
-from jaxstrategy._src.tracing.traced_step import (
-    name_of,
-)
-from jaxstrategy._src.values.arrays import (
-    Function,
-    Leaf,
-    TreeStructure,
-)
+from jaxstrategy._src.tracing.traced_step import name_of
+from jaxstrategy._src.values.arrays import Function, Leaf, TreeStructure
 
 # Warns when a function is compiled again and again, and says what changed.
 #
@@ -157,7 +149,7 @@ def _change(
     new_avals: Sequence[ArrayType],
 ) -> str:
     """Describes the difference between the arguments of two compilations."""
-    if str(old.treedef) != str(new.treedef):
+    if _is_rearranged(old, new):
         return (
             "the structure of its arguments changed: it was "
             f"{shown(old.treedef)}, is {shown(new.treedef)}. Pass the same "
@@ -185,6 +177,14 @@ def _change(
     return "its programs were forgotten or its context changed."
 
 
+def _is_rearranged(old: Signature, new: Signature) -> bool:
+    """Whether the structures differ, in more than what objects of Flax NNX hold."""
+    if str(old.treedef) != str(new.treedef):
+        return True
+    has_objects = nnx.has_arrays(new.rebuild([0] * len(new.dynamic)))
+    return old.treedef != new.treedef and not has_objects
+
+
 def other_arguments(fn: Function, old: Signature, new: Signature) -> CompiledStepError:
     """The error for a call of a step that was compiled ahead for other arguments."""
     return CompiledStepError(
@@ -196,7 +196,7 @@ def other_arguments(fn: Function, old: Signature, new: Signature) -> CompiledSte
 
 def _difference(fn: Function, old: Signature, new: Signature) -> str:
     """The difference between two signatures, in words."""
-    if str(old.treedef) != str(new.treedef):
+    if _is_rearranged(old, new):
         if _paths(old.treedef) != _paths(new.treedef):
             was, now = shown(old.treedef), shown(new.treedef)
             return f"their structure was {was}, and is {now}"
