@@ -29,13 +29,11 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "jaxstrategy"
-
-_COMPARISONS = {
+OPPOSITES = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=",
     ast.NotEq: "==", ast.Is: "is not", ast.IsNot: "is", ast.In: "not in",
-    ast.NotIn: "in",
+    ast.NotIn: "in", ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.FloorDiv: "*",
 }  # fmt: skip
-_ARITHMETIC = {ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.FloorDiv: "*"}
 
 
 @dataclasses.dataclass
@@ -50,133 +48,98 @@ class Place:
     text: str  # the whole line, so that the place is found when lines have moved
 
 
-def _changes(node: ast.AST, source: str) -> list[tuple[ast.AST, str]]:
-    """The nodes to replace at `node`, each with what comes in its place."""
+def changed(node, source):
+    """What is replaced at `node`, and what comes in its place; None if nothing is."""
 
-    def text(part: ast.AST) -> str:
+    def text(part):
         return ast.get_source_segment(source, part) or ""
 
     match node:
         case ast.Compare(left=left, ops=[op], comparators=[right]):
-            return [(node, f"{text(left)} {_COMPARISONS[type(op)]} {text(right)}")]
-        case ast.BoolOp(op=op, values=[first, *rest]):
+            return node, f"{text(left)} {OPPOSITES[type(op)]} {text(right)}"
+        case ast.BoolOp(op=op, values=values):
             word = " or " if isinstance(op, ast.And) else " and "
-            return [(node, "(" + word.join(map(text, [first, *rest])) + ")")]
+            return node, "(" + word.join(map(text, values)) + ")"
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return [(node, text(operand))]
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
-            if any(map(_is_text, (left, right))):
-                return []
-            return [(node, f"{text(left)} {_ARITHMETIC[type(op)]} {text(right)}")]
+            return node, text(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPPOSITES:
+            if not {left, right} & {each for each in (left, right) if is_text(each)}:
+                return node, f"{text(left)} {OPPOSITES[type(op)]} {text(right)}"
         case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test):
-            return [(test, f"not ({text(test)})")]
+            return test, f"not ({text(test)})"
         case ast.Constant(value=bool(value)):
-            return [(node, str(not value))]
+            return node, str(not value)
         case ast.Constant(value=int(value)):
-            return [(node, str(value + 1))]
+            return node, str(value + 1)
         case ast.Expr(value=ast.Call()):
-            return [(node, "None")]
-    return []
+            return node, "None"
+    return None
 
 
-def _is_text(node: ast.AST) -> bool:
-    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
-    return is_text or isinstance(node, ast.JoinedStr)
+def is_text(node):
+    is_constant = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return is_constant or isinstance(node, ast.JoinedStr)
 
 
-def _unchangeable(tree: ast.AST) -> set[ast.AST]:
+def left_out(tree):
     """Nodes of annotations, errors' texts, decorators and assertions."""
-    left_out: set[ast.AST] = set()
     for node in ast.walk(tree):
-        parts: list[ast.AST | None] = []
         match node:
             case ast.Raise() | ast.Assert() | ast.JoinedStr():
-                parts = [node]
-            case ast.FunctionDef():
-                parts = [node.returns, *node.decorator_list]
-                arguments = node.args
-                for a in [
-                    *arguments.args,
-                    *arguments.kwonlyargs,
-                    *arguments.posonlyargs,
-                ]:
-                    parts.append(a.annotation)
-            case ast.AnnAssign():
-                parts = [node.annotation]
+                yield from ast.walk(node)
             case ast.If(test=ast.Name(id="TYPE_CHECKING")):
-                parts = [node]
-        for part in parts:
-            if part is not None:
-                left_out.update(ast.walk(part))
-    return left_out
+                yield from ast.walk(node)
+        for name in ("returns", "annotation"):
+            if (part := getattr(node, name, None)) is not None:
+                yield from ast.walk(part)
+        for part in getattr(node, "decorator_list", ()):
+            yield from ast.walk(part)
 
 
-def _places_of(path: pathlib.Path) -> list[Place]:
+def places_of(path):
     source = path.read_text()
     lines, tree = source.splitlines(), ast.parse(source)
-    left_out, found = _unchangeable(tree), []
-    for function in ast.walk(tree):
-        if not isinstance(function, ast.FunctionDef):
+    unchanged, found = set(left_out(tree)), {}
+    functions = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))
+    for node in (node for function in functions for node in ast.walk(function)):
+        if node in unchanged or (change := changed(node, source)) is None:
             continue
-        for node in ast.walk(function):
-            if node in left_out:
-                continue
-            for part, new in _changes(node, source):
-                if (
-                    part.lineno != part.end_lineno
-                    or not lines[part.lineno - 1].isascii()
-                ):
-                    continue
-                old = ast.get_source_segment(source, part)
-                line = lines[part.lineno - 1]
-                found.append(
-                    Place(
-                        str(path.relative_to(ROOT)),
-                        part.lineno,
-                        part.col_offset,
-                        old,
-                        new,
-                        line,
-                    )
-                )
-    return list({(p.line, p.column, p.new): p for p in found}.values())
+        part, new = change
+        line, start, end = lines[part.lineno - 1], part.col_offset, part.end_col_offset
+        if part.lineno == part.end_lineno and line.isascii():
+            file = str(path.relative_to(ROOT))
+            place = Place(file, part.lineno, start, line[start:end], new, line)
+            found[place.line, start, new] = place
+    return list(found.values())
 
 
-def choose(seed: int, count: int, leave_out: list[str]) -> list[Place]:
+def choose(seed, count, folders_left_out):
     """Places spread over all folders by their size, chosen by the seed."""
-    chance = random.Random(seed)
-    by_folder: dict[str, list[Place]] = collections.defaultdict(list)
+    chance, by_folder = random.Random(seed), collections.defaultdict(list)
     for path in sorted(PACKAGE.rglob("*.py")):
         folder = path.relative_to(PACKAGE).parts[-2:][0]
-        if folder not in leave_out:
-            by_folder[folder].extend(_places_of(path))
+        if folder not in folders_left_out:
+            by_folder[folder] += places_of(path)
     folders = {name: places for name, places in by_folder.items() if len(places) >= 10}
     total = sum(map(len, folders.values()))
     shares = {name: len(places) * count / total for name, places in folders.items()}
     numbers = {name: max(1, int(share)) for name, share in shares.items()}
     for name in sorted(shares, key=lambda name: numbers[name] - shares[name]):
-        if sum(numbers.values()) < count:
-            numbers[name] += 1
-    chosen = [
-        p
-        for name, places in folders.items()
-        for p in chance.sample(places, numbers[name])
-    ]
-    return chance.sample(chosen, min(count, len(chosen)))
+        numbers[name] += sum(numbers.values()) < count
+    chosen = [chance.sample(folders[name], n) for name, n in numbers.items()]
+    return chance.sample(sum(chosen, []), min(count, sum(map(len, chosen))))
 
 
-def _line_of(place: Place) -> int | None:
+def line_of(place):
     """Where the place's line stands now: the nearest with the same text."""
     path = ROOT / place.path
-    if not path.exists():
-        return None
-    lines = path.read_text().splitlines()
+    lines = path.read_text().splitlines() if path.exists() else []
     same = [number for number, text in enumerate(lines, 1) if text == place.text]
     return min(same, key=lambda number: abs(number - place.line), default=None)
 
 
 # In the copy of the package that notes who reaches what: evaluates to None.
-_HITS = """import os
+HITS = """import os
 seen = set()
 def hit(place):
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
@@ -187,39 +150,34 @@ def hit(place):
 """
 
 
-def record(places: list[Place], hits: pathlib.Path, arguments: list[str]) -> int:
+def record(places, hits, arguments):
     """Runs pytest on a copy in which each place notes the test that reaches it."""
     with tempfile.TemporaryDirectory() as folder:
-        copy = _copy_into(folder)
-        (copy / "mutation_hits.py").write_text(_HITS)
+        copy = copy_into(folder)
+        (copy / "mutation_hits.py").write_text(HITS)
         # From the right, so that places of one line do not move each other.
-        for number, place in sorted(
-            enumerate(places), key=lambda item: item[1].column, reverse=True
-        ):
-            line = _line_of(place)
-            if line is not None:
+        for number, place in sorted(enumerate(places), key=lambda e: -e[1].column):
+            if (line := line_of(place)) is not None:
                 note = f'__import__("mutation_hits").hit({number})'
-                _replace(copy, place, line, f"({note} or ({place.old}))")
+                replace(copy, place, line, f"({note} or ({place.old}))")
         hits.write_text("")
-        return subprocess.run(
-            [sys.executable, "-m", "pytest", *arguments],
-            cwd=copy,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(copy),
-                "MUTATION_HITS": str(hits.resolve()),
-            },
-        ).returncode
+        os.environ["MUTATION_HITS"] = str(hits.resolve())
+        return pytest(copy, arguments).wait()
 
 
-def _copy_into(folder: str) -> pathlib.Path:
+def pytest(root, arguments, **options):
+    command = [sys.executable, "-m", "pytest", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    return subprocess.Popen(command, cwd=root, env=environment, **options)
+
+
+def copy_into(folder):
     ignored = shutil.ignore_patterns(".venv*", ".git", "build", ".hypothesis")
-    return pathlib.Path(
-        shutil.copytree(ROOT, pathlib.Path(folder) / "project", ignore=ignored)
-    )
+    whole = shutil.copytree(ROOT, f"{folder}/project", ignore=ignored)
+    return pathlib.Path(whole)
 
 
-def _replace(copy: pathlib.Path, place: Place, line: int, new: str) -> str:
+def replace(copy, place, line, new):
     """Puts `new` in the place, and returns the whole file as it was."""
     path = copy / place.path
     whole = path.read_text()
@@ -231,34 +189,23 @@ def _replace(copy: pathlib.Path, place: Place, line: int, new: str) -> str:
     return whole
 
 
-def _tests_of(hits: pathlib.Path, number: int, most: int) -> list[str]:
+def tests_of(hits, number, most):
     """Names of tests that reach the place, some of each file first."""
-    by_file: dict[str, list[str]] = collections.defaultdict(list)
+    by_file = collections.defaultdict(list)
     for text in dict.fromkeys(hits.read_text().splitlines()):
         place, test = text.split("\t")
         if int(place) == number:
             by_file[test.partition("::")[0]].append(test)
     # Some of each file, because what one file does not notice another one may.
     rounds = [names[i : i + 1] for i in range(most) for names in by_file.values()]
-    return [name for names in rounds for name in names][:most]
+    return sum(rounds, [])[:most]
 
 
-def _run(root: pathlib.Path, tests: list[str], limit: float) -> str | None:
+def failing(root, tests, limit):
     """The name of the first test that fails, None if none does in time."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-rfE",
-        "-p",
-        "no:cacheprovider",
-        *tests,
-    ]
-    process = subprocess.Popen(
-        command, cwd=root, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True, env={**os.environ, "PYTHONPATH": str(root)},
+    process = pytest(
+        root, ["-x", "-q", "-rfE", "-p", "no:cacheprovider", *tests], text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=limit)
@@ -266,50 +213,42 @@ def _run(root: pathlib.Path, tests: list[str], limit: float) -> str | None:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return None
-    failed = re.search(
-        r"^(?:FAILED|ERROR) (\S+(?:\[.*?\])?)(?: - .*)?$", output, re.MULTILINE
-    )
     if process.returncode == 0:
         return None
-    return failed.group(1) if failed else output[-300:].strip() or "pytest ended"
+    pattern = r"^(?:FAILED|ERROR) (\S+(?:\[.*?\])?)(?: - .*)?$"
+    failed = re.search(pattern, output, re.MULTILINE)
+    return failed[1] if failed else output[-300:].strip() or "pytest ended"
 
 
-def attempt(place: Place, tests: list[str], copy: pathlib.Path, limit: float) -> dict:
+def attempt(place, tests, copy, limit):
     """What became of one change: `noticed` by a test, or not."""
-    outcome = {
-        "place": f"{place.path}:{place.line}",
-        "change": f"{place.old} -> {place.new}",
-    }
-    line = _line_of(place)
-    if line is None:
-        return outcome | {"result": "gone"}
-    if not tests:
-        return outcome | {"result": "no test runs it"}
-    whole = _replace(copy, place, line, place.new)
+    change = f"{place.old} -> {place.new}"
+    outcome = {"place": f"{place.path}:{place.line}", "change": change}
+    line = line_of(place)
+    if line is None or not tests:
+        return outcome | {"result": "no test runs it" if line else "gone"}
+    whole = replace(copy, place, line, place.new)
     try:
-        by = _run(copy, tests, limit)
+        by = failing(copy, tests, limit)
     finally:
         (copy / place.path).write_text(whole)
-    if by in tests and _run(copy, [by], 4 * limit) is not None:
-        return outcome | {"result": "the test fails anyway", "by": by}
     result = "noticed" if by else "missed"
+    if by in tests and failing(copy, [by], 4 * limit) is not None:
+        result = "the test fails anyway"
     return outcome | {"result": result, "by": by, "tests": len(tests)}
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    chooser = commands.add_parser("choose")
-    chooser.add_argument("places", type=pathlib.Path)
+    chooser, recorder, trier = map(commands.add_parser, ("choose", "record", "try"))
+    for each in (chooser, recorder, trier):
+        each.add_argument("places", type=pathlib.Path)
+    for each in (recorder, trier):
+        each.add_argument("hits", type=pathlib.Path)
     chooser.add_argument("--seed", type=int, default=7)
     chooser.add_argument("--count", type=int, default=60)
     chooser.add_argument("--leave-out", nargs="*", default=["demo"], metavar="FOLDER")
-    recorder = commands.add_parser("record")
-    recorder.add_argument("places", type=pathlib.Path)
-    recorder.add_argument("hits", type=pathlib.Path)
-    trier = commands.add_parser("try")
-    trier.add_argument("places", type=pathlib.Path)
-    trier.add_argument("hits", type=pathlib.Path)
     trier.add_argument("--limit", type=float, default=60.0, metavar="SECONDS")
     trier.add_argument("--results", type=pathlib.Path)
     options, rest = parser.parse_known_args()
@@ -322,9 +261,9 @@ def main() -> None:
         sys.exit(record(places, options.hits, rest))
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:
-        copy = _copy_into(folder)
+        copy = copy_into(folder)
         for number, place in enumerate(places):
-            tests = _tests_of(options.hits, number, 120)
+            tests = tests_of(options.hits, number, 120)
             outcomes.append(attempt(place, tests, copy, options.limit))
             print(json.dumps(outcomes[-1]), flush=True)
             if options.results:
