@@ -85,7 +85,7 @@ class Analysis:
         # How often the current jaxpr has been transformed, such as differentiated.
         self.order = 0
         # The jaxprs live as long as the step's, which the caller holds.
-        # Of loops inside loops, which are gone through several times.
+        # The results and collectives of inner jaxprs, in terms of their inputs.
         self.called: dict[Hashable, tuple[list[State], list[Collective]]] = {}
         self._expanded: dict[Hashable, Jaxpr | None] = {}
         self._lowered: dict[int, Lowered] = {}
@@ -179,6 +179,35 @@ def _known(state: State) -> tuple[int, tuple[int, ...] | None]:
     return (0, None) if state is None else (state.level, state.classes)
 
 
+def _cache_key(state: State) -> Hashable:
+    """The part of an operand's type on which the findings of a call depend."""
+    if not isinstance(state, Replication):
+        return state
+    return state.level, state.classes, state.is_direct
+
+
+def _as_input(index: int, state: State) -> State:
+    if not isinstance(state, Replication) or state is SAME:
+        return state
+    return dataclasses.replace(state, input=index, site=None, part=None)
+
+
+def _lifted(state: State, operands: Sequence[State], at: Site) -> Any:
+    """Translates a type in terms of a call's inputs for the caller."""
+    if not isinstance(state, Replication) or state is SAME:
+        return state
+    site = None if state.site is None else state.site.within(at)
+    if state.input is None:
+        part = _lifted(state.part, operands, at)
+        return dataclasses.replace(state, site=site, part=part)
+    outer = operands[state.input]
+    assert isinstance(outer, Replication), "what comes of a constant is one"
+    if site is None:  # passed through untouched, or joined with another such
+        return dataclasses.replace(outer, classes=state.classes)
+    site = outer.site or site
+    return Replication(outer.level, outer.input, site, classes=state.classes)
+
+
 class Frame:
     """The types of the values of one jaxpr, while it is interpreted."""
 
@@ -195,9 +224,8 @@ class Frame:
         self._holders = holders
         self.collectives: list[Collective] = []
         self.changes = 0
-        # The caller, and its values for the inputs, if it calls this once with them.
-        self.caller: Frame | None = None
-        self.names: Mapping[Atom, Atom] = {}
+        # For inputs the first ones that are the same values.
+        self.names: dict[Var, Var] = {}
 
     def run(self, start: int = 0) -> None:
         """Interprets the jaxpr from equation number `start` on."""
@@ -243,20 +271,47 @@ class Frame:
         Args:
           names: the operands, if they are the same values inside.
         """
-        inside, holders = plain(jaxpr), self.site(eqn).eqns
-        key = (id(inside), holders, *operands)
-        if (known := self.analysis.called.get(key)) is None:
-            frame = Frame(self.analysis, inside, operands, holders)
-            if names:
-                frame.caller = self
-                frame.names = dict(zip(inside.invars, names, strict=True))
-            frame.run()
-            known = frame.outputs, frame.collectives
+        inside, at, same = plain(jaxpr), self.site(eqn), _repeats(self, names)
+        if any(isinstance(var.aval, AbstractRef) for var in _borders(inside)):
             # What a call does to references is not kept.
-            states = (*operands, *known[0])
-            if not any(isinstance(state, RefState) for state in states):
-                self.analysis.called[key] = known
-        return known
+            frame = self._entered(inside, operands, same, at.eqns)
+            return frame.outputs, frame.collectives
+        # By the order, too: in the last one `also` applies no more transforms.
+        key = (id(inside), self.analysis.order, same, *map(_cache_key, operands))
+        if (known := self.analysis.called.get(key)) is None:
+            inputs = [_as_input(index, state) for index, state in enumerate(operands)]
+            frame = self._entered(inside, inputs, same)
+            known = self.analysis.called[key] = frame.outputs, frame.collectives
+
+        def lifted(state: State) -> Any:
+            return _lifted(state, operands, at)
+
+        outputs, collectives = known
+        return list(map(lifted, outputs)), [
+            dataclasses.replace(
+                found,
+                site=found.site.within(at),
+                decided_by=lifted(found.decided_by),
+                decided_at=found.decided_at and found.decided_at.within(at),
+                reduced_before=lifted(found.reduced_before),
+            )
+            for found in collectives
+        ]
+
+    def _entered(
+        self,
+        jaxpr: Jaxpr,
+        inputs: Sequence[State],
+        same: Sequence[int],
+        holders: tuple[Equation, ...] = (),
+    ) -> Frame:
+        """An inner jaxpr, interpreted."""
+        frame = Frame(self.analysis, jaxpr, inputs, holders)
+        frame.names = {
+            jaxpr.invars[index]: jaxpr.invars[first] for index, first in enumerate(same)
+        }
+        frame.run()
+        return frame
 
     def called(
         self,
@@ -339,6 +394,10 @@ class Frame:
                 self.collectives += collectives
                 return carry
             carry = joined
+
+
+def _borders(jaxpr: Jaxpr) -> list[Atom]:
+    return [*jaxpr.invars, *jaxpr.outvars]
 
 
 def _with_own_references(states: Sequence[State]) -> list[State]:
@@ -619,16 +678,24 @@ def are_identical(frame: Frame, atoms: Sequence[Atom]) -> bool:
     return len({_value_key(frame, atom) for atom in atoms}) == 1
 
 
+def _repeats(frame: Frame, atoms: Sequence[Atom]) -> tuple[int, ...]:
+    """For each of `atoms` the first that is the same value; () if all differ."""
+    numbers: dict[Hashable, int] = {}
+    firsts = tuple(
+        numbers.setdefault(_value_key(frame, atom), index)
+        for index, atom in enumerate(atoms)
+    )
+    return firsts if len(numbers) < len(firsts) else ()
+
+
 def _value_key(frame: Frame, atom: Atom) -> Hashable:
     """Equal for the same value, bit by bit."""
     if isinstance(atom, Literal):
         # By its bits: NaN is not equal to itself, and 0.0 is equal to -0.0.
         return str(atom.aval), np.asarray(atom.val).tobytes()
-    if frame.caller is not None and atom in frame.names:
-        return _value_key(frame.caller, frame.names[atom])
     eqn = frame.origins.get(atom)
     if eqn is None or eqn.primitive.name not in SHAPE_OPS:
-        return atom
+        return frame.names.get(atom, atom)
     operands = tuple(_value_key(frame, each) for each in eqn.invars)
     return eqn.primitive.name, str(eqn.params), operands
 

@@ -24,6 +24,10 @@ class Site:
 
     eqns: tuple[Equation, ...]
 
+    def within(self, outer: Site) -> Site:
+        """The same site, inside of another one."""
+        return Site((*self.eqns, *outer.eqns))
+
     @property
     def primitive(self) -> str:
         return self.eqns[0].primitive.name
