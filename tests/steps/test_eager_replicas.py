@@ -401,7 +401,7 @@ def test_a_merge_function_may_refer_to_what_is_equal(two):
     differ = {
         "x": lambda x: lambda s: s.reduce("sum", x),
         "n": lambda x: (lambda n: lambda s: n)(float(x)),
-        "args[0]": lambda x: functools.partial(lambda x, s: x, x),
+        "args[0]": lambda x: functools.partial(lambda n, s: n, float(x)),
         "model": lambda x: (lambda model: lambda s: model.total[...])(counter()),
     }
     with js.experimental.eager_replicas():
@@ -413,6 +413,59 @@ def test_a_merge_function_may_refer_to_what_is_equal(two):
                 two.run(lambda x, of=merge_fn: replica().merge_call(of(x)), (x,))
         with pytest.raises(ValueError, match="with different functions for `merge_f"):
             two.run(lambda: replica().merge_call((len, sum)[number()]))
+        with pytest.raises(ValueError, match="with different functions for `args.0.`"):
+            two.run(lambda: replica().merge_call(print, ((int, str)[number()],)))
+
+
+def test_a_partial_merge_function_has_the_arrays_of_all(two):
+    def merge(strategy, x, rows, w):
+        return strategy.reduce("sum", {"x": x, "rows": rows["of"]}), w * 2, rows["of"]
+
+    def step(x, w):
+        first = slice(0, 1)
+        rows = {"of": x[first]}
+        given = functools.partial(
+            lambda *args, rows, w: merge(*args, rows, w[first]), rows=rows, w=2 * w
+        )
+        return replica().merge_call(given, (x,)), rows["of"]
+
+    x = two.per_replica([np.array([1.0, 2.0]), np.array([3.0, 4.0])])
+    args = x, two.mirror(np.array([1.0, 5.0]))
+    compiled = two.run(step, args)
+    with js.experimental.eager_replicas():
+        eager = two.run(step, args)
+        with pytest.raises(
+            ValueError, match=r"refers to `y\[1\]`, which differs between"
+        ):
+            two.run(
+                lambda x, w: replica().merge_call(
+                    functools.partial(lambda s, y: y, y=(x, w if number() else x))
+                ),
+                args,
+            )
+        with pytest.raises(ValueError, match="`merge_fn` of other shapes or dtypes"):
+            two.run(
+                lambda x: replica().merge_call(
+                    functools.partial(lambda s, y: y, y=x[number() :])
+                ),
+                args[:1],
+            )
+    jax.tree.map(np.testing.assert_array_equal, eager, compiled)
+
+
+def test_a_merge_function_that_changes_one_replicas_own_list_is_told(two):
+    def step(x, seen):
+        def merge(strategy, x):
+            seen.append("it")
+            return strategy.reduce("sum", x)
+
+        return replica().merge_call(merge, (x,))
+
+    x, shared = two.per_replica([1.0, 2.0]), []
+    with js.experimental.eager_replicas():
+        assert float(two.run(lambda x: step(x, shared), (x,))) == 3 and shared == ["it"]
+        with pytest.raises(ValueError, match="changes `seen[^`]*`, of which each repl"):
+            two.run(lambda x: step(x, []), (x,))
 
 
 # Operations of eager replicas are compiled once for all calls, and keep nothing.

@@ -415,27 +415,48 @@ class EagerCall:
         # A method is another object at each access, and equal.
         if all(each is first or each == first for each in functions):
             return first
-        found = list(map(rebinding.references, functions))
-        wholes: list[object] = []
-        if (label := _difference(found, wholes)) == "captured":  # the code itself
+        arrays: dict[int, Sequence[Any]] = {}
+        label = _difference(functions, arrays)
+        if label in ("captured", "captured self"):  # the code itself, or its object
             raise ValueError(
                 f"The replicas of `{self._name}` called `merge_call` with different "
                 f"functions for {what}, which is called once for all. Give the same "
                 "one on all replicas."
             )
+        called = (
+            f"The replicas of `{self._name}` called `merge_call`, in "
+            f"`eager_replicas()`, with {what} that"
+        )
         if label is not None:
             name = label.removeprefix("captured ")
             raise ValueError(
-                f"The replicas of `{self._name}` called `merge_call`, in "
-                f"`eager_replicas()`, with {what} that refers to `{name}`, which "
-                "differs between them. It is called once for all: pass it as an "
-                f"argument, `merge_call(merge_fn, args=({name},))`, which arrives as a "
-                "PerReplica."
+                f"{called} refers to `{name}`, which differs between them. It is "
+                "called once for all: pass it as an argument, `merge_call(merge_fn, "
+                f"args=({name},))`, which arrives as a PerReplica."
             )
-        of_all = {id(whole): jax.tree.map(self._mirrored, whole) for whole in wholes}
+        of_all = {
+            key: jax.tree.map(self._mirrored, column[0])
+            if _are_equal(column)
+            else self._leaf(column, what.strip("`"), blocks)
+            for key, column in arrays.items()
+        }
         rebindings = rebinding.FunctionRebindings(first, of_all)
-        rebindings.set()
-        blocks.callback(rebindings.take_back)
+
+        @contextlib.contextmanager
+        def rebound() -> Iterator[None]:
+            rebindings.set()
+            try:
+                yield
+            finally:
+                rebindings.take_back()
+            if (changed := _difference(functions, {})) is not None:
+                name = changed.removeprefix("captured ")
+                raise ValueError(
+                    f"{called} changes `{name}`, of which each replica has its own. It "
+                    "is called once for all: return from it what they are to get."
+                )
+
+        blocks.enter_context(rebound())
         return rebindings.function
 
     # Values of all replicas, and of each.
@@ -658,26 +679,49 @@ def _collective_step(
     return collective(cast(Reduction, strategy._reduction), arrays)
 
 
-def _difference(found: Sequence[References], wholes: list[object]) -> str | None:
-    """The first value that the replicas' functions do not have in common.
+def _difference(
+    functions: Sequence[Function], arrays: dict[int, Sequence[Any]]
+) -> str | None:
+    """The label of the first value that the replicas' functions have not in common.
 
-    `wholes` gets the arrays and objects of the first to give it those of all replicas.
+    `arrays` gets the columns of arrays and objects that are to be those of all
+    replicas, by the `id` of the first one's; of a `partial` they may differ.
     """
+    found = list(map(rebinding.references, functions))
     first = found[0]
     captured = {id(x) for x in (*first.arrays.values(), *first.objects.values())}
     keys = zip(*(each.key for each in found), strict=False)
     for index, tokens in enumerate(keys):
         label, _, value, _ = first.nodes[index]
-        values = [each.nodes[index].value for each in found]
-        is_same = all(other is value for other in values)
-        if all(isinstance(x, jax.Array) or is_nnx_node(x) for x in values):
-            if not is_same and not _are_equal(values):
+        column = [each.nodes[index].value for each in found]
+        is_same = all(other is value for other in column)
+        if all(isinstance(x, jax.Array) or is_nnx_node(x) for x in column):
+            if not (is_same or _are_equal(column) or _is_of_partial(first, index)):
                 return label
             if not is_same or id(value) in captured:
-                wholes.append(value)
-        elif any(token != tokens[0] for token in tokens):
+                known = arrays.setdefault(id(value), column)
+                is_known = all(x is y for x, y in zip(known, column, strict=True))
+                # Else one array of a replica would stand for several of another.
+                if not (is_known or _are_equal([*known, *column])):
+                    return label
+        elif any(token != tokens[0] for token in tokens) and not all(
+            # Slices cannot be hashed before Python 3.12, and have keys of their own.
+            isinstance(x, slice) and x == value
+            for x in column
+        ):
             return label
     return None
+
+
+def _is_of_partial(found: References, index: int) -> bool:
+    """Whether an array is in an argument of a `functools.partial`."""
+    if not isinstance(found.nodes[index].value, jax.Array):
+        return False
+    above = iter(found.ancestors(index))
+    next(above)
+    values = (found.nodes[each].value for each in above)
+    holder = next((x for x in values if not isinstance(x, (dict, list, tuple))), None)
+    return isinstance(holder, functools.partial)
 
 
 def _are_equal(trees: Sequence[PyTree]) -> bool:
