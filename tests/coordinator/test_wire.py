@@ -35,8 +35,9 @@ KEYS = stream.Keys(b"1" * 32, b"2" * 32), stream.Keys(b"2" * 32, b"1" * 32)
 # Strangers, at the address of a parameter server of this process.
 
 
-def strategy_at(worker, server):
-    spec = js.cluster_resolver.ClusterSpec({"worker": [worker], "ps": [server]})
+def strategy_at(*addresses):
+    *workers, server = addresses
+    spec = js.cluster_resolver.ClusterSpec({"worker": workers, "ps": [server]})
     resolver = js.cluster_resolver.SimpleClusterResolver(spec, task_type="chief")
     return js.ParameterServerStrategy(resolver)
 
@@ -98,6 +99,20 @@ def test_strangers_are_hung_up_on_and_nobody_waits_for_them(job, monkeypatch):
     assert variable.numpy().tolist() == [0, 0, 0]
 
 
+def test_strangers_for_whom_there_was_no_thread_do_not_count(job, monkeypatch):
+    address, *_ = job[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "started", lambda thread: False)
+        for _ in range(3):
+            with called(address) as sock, contextlib.suppress(OSError):
+                assert sock.recv(1) == b""
+    slow = [called(address) for _ in range(70)]
+    slow[0].settimeout(5)  # half of what a handshake may take
+    assert slow[0].recv(1) == b""
+    for sock in slow:
+        sock.close()
+
+
 def test_a_recorded_connection_cannot_be_played_again_and_tells_no_secret(job):
     addresses, proxy, _, variable = job
     variable.assign(jnp.zeros(3))
@@ -118,6 +133,11 @@ def test_who_has_another_secret_or_none_is_refused_and_one_address_is_bound(
     monkeypatch.setenv("JAXSTRATEGY_CLUSTER_SECRET", "another secret, not it")
     with pytest.raises(js.ClusterError, match="has another JAXSTRATEGY_CLUSTER_SECRET"):
         strategy_at(*addresses)
+    another = free_address()
+    js.Server({"worker": [another], "ps": [addresses[1]]}, "worker", 0)
+    monkeypatch.setenv("JAXSTRATEGY_CLUSTER_SECRET", SECRET)
+    with pytest.raises(js.ClusterError, match=f"at {another} has another JAXSTRATEGY"):
+        strategy_at(addresses[0], another, addresses[1])
     monkeypatch.delenv("JAXSTRATEGY_CLUSTER_SECRET")
     with pytest.raises(js.ClusterError, match="the job needs a secret"):
         strategy_at(*addresses)

@@ -536,11 +536,12 @@ class Listener:
                 if self._is_closed:
                     sock.close()
                     return
+                if not started(self._new_thread(self._welcome, sock)):
+                    sock.close()
+                    continue
                 self._strangers.append(sock)
                 if len(self._strangers) > _MOST_STRANGERS:
                     _shut(self._strangers[0])  # who came first
-            if not started(self._new_thread(self._welcome, sock)):
-                sock.close()
 
     def _welcome(self, sock: socket.socket) -> None:
         try:
@@ -570,9 +571,8 @@ def dialled(
         try:
             if secret is None:
                 sock = closing.enter_context(socket.socket(socket.AF_UNIX))
-                sock.settimeout(
-                    seconds
-                )  # a process that is stopped takes some hundreds
+                # A process that is stopped takes some hundreds.
+                sock.settimeout(seconds)
                 sock.connect(address)
                 stream = Stream(sock)
             else:

@@ -227,8 +227,8 @@ class TaskBackend(AbstractWorkerBackend):
         servers: int,
         start_seconds: float,  # the time in which all must be there
         patience: float,
-        told: Mapping[str, Any]
-        | None = None,  # what workers would say of their devices
+        # What workers would say of their devices.
+        told: Mapping[str, Any] | None = None,
         are_own: bool = True,
     ) -> None:
         self._place = place
@@ -329,26 +329,27 @@ class TaskBackend(AbstractWorkerBackend):
         place, there = self._place, threading.Event()
         hello = Hello("devices", COORDINATOR, place.strategy)
 
-        def ask(task: Task) -> Mapping[str, Any]:
+        def ask(task: Task) -> Mapping[str, Any] | ConnectionError:
             given_up = place.closed, there
-            stream, told = reached(task, place.secret, hello, end, *given_up)
+            try:
+                stream, told = reached(task, place.secret, hello, end, *given_up)
+            except ConnectionError as error:
+                return error
             stream.close()
             there.set()
             return told
 
         with ThreadPoolExecutor(len(self._workers)) as pool:
-            asked = [pool.submit(ask, task) for task in self._workers]
-        errors: list[ConnectionError] = []
-        for each in asked:
-            try:
-                return each.result()
-            except ConnectionError as error:
-                errors.append(error)
+            # A worker with another secret is an error, also where others are there.
+            answers = list(pool.map(ask, self._workers))
+        for answer in answers:
+            if not isinstance(answer, ConnectionError):
+                return answer
         first, addresses = self._workers[0], [task.address for task in self._workers]
         raise ClusterError(
             f"None of the workers at {', '.join(addresses)} can be reached. Each runs "
             "`python -m jaxstrategy.parameter_servers`, or `jaxstrategy.Server(...)."
-            f"join()`. {first.why('cannot be reached', errors[0])}"
+            f"join()`. {first.why('cannot be reached', answers[0])}"
         )
 
 
