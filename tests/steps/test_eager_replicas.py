@@ -386,12 +386,14 @@ def test_a_merge_function_may_refer_to_what_is_equal(two):
     w = two.mirror(2.0)
 
     def step(x, w, model):
-        double = {"of w": [2 * w], "name": "w"}
+        leaves, structure = jax.tree.flatten({"of w": [2 * w], "name": slice(0, 1)})
+        double = jax.tree.unflatten(structure, leaves)
 
         def scaled(x, by=w):
             return x * double["of w"][0] * by * model.scale[...][0]
 
         def merge(strategy, x):
+            assert jax.tree.structure(double) == structure
             return scaled(strategy.reduce("sum", x))
 
         total = replica().merge_call(merge, (x,))

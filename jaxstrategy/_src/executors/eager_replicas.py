@@ -45,7 +45,7 @@ from jaxstrategy._src.tracing import nnx, rebinding, signature as _signature
 from jaxstrategy._src.tracing.checks import varying_results
 from jaxstrategy._src.tracing.function_cache import FunctionCache
 from jaxstrategy._src.tracing.nnx import AttributeChange
-from jaxstrategy._src.tracing.references import References, code_of
+from jaxstrategy._src.tracing.references import Identity, References, code_of
 from jaxstrategy._src.tracing.signature import NamedResults, Results, Role
 from jaxstrategy._src.tracing.step_arguments import MaskArguments, Placement
 from jaxstrategy._src.tracing.traced_step import ReplicaStep, StepEnvironment, name_of
@@ -704,10 +704,11 @@ def _difference(
                 # Else one array of a replica would stand for several of another.
                 if not (is_known or _are_equal([*known, *column])):
                     return label
-        elif any(token != tokens[0] for token in tokens) and not all(
-            # Slices cannot be hashed before Python 3.12, and have keys of their own.
-            isinstance(x, slice) and x == value
-            for x in column
+        elif any(token != tokens[0] for token in tokens) and not (
+            # Such as the structure of a tree, which is found by its identity.
+            isinstance(tokens[0], Identity)
+            and not isinstance(value, (Handle, PerReplica))
+            and all(type(x) is type(value) and x == value for x in column)
         ):
             return label
     return None
