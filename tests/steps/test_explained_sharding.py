@@ -296,6 +296,37 @@ def test_operations_that_only_xla_decides_about_are_told():
     assert "may exchange more: XLA chooses" in str(found)
 
 
+def test_what_cuts_joins_or_orders_other_dimensions_keeps_the_parts():
+    operations = [
+        lambda g: g[:, 4:],
+        lambda g: jax.lax.dynamic_slice(g, (0, jnp.int32(g.sum())), (16, 3)),
+        lambda g: jnp.pad(g, ((0, 0), (1, 2))),
+        lambda g: jnp.split(g, 2, axis=1)[1],
+        lambda g: jnp.concatenate([g, jnp.ones_like(g)], axis=1),
+        lambda g: jnp.sort(g, axis=1),
+        lambda g: g[:, ::-1],
+        lambda g: jnp.cumsum(g, axis=1) + jax.lax.cummax(g, axis=1),
+    ]
+
+    def step(w, x):
+        grad = jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).mean())(w)
+        grad = replica().all_reduce("mean", grad)
+        return w - grad, [operation(grad).sum(0) for operation in operations]
+
+    own = strategy()
+    args = jax.ShapeDtypeStruct((16, 8), F4), rows(2, 16)
+    found = own.explain(step, args)
+    assert found.sharding.undecided == ()
+
+    def summed(collectives):
+        return sum(c.nbytes for c in collectives if c.operation == "all_reduce")
+
+    assert summed(found.collectives) > 8 * len(operations)
+    # XLA does the same, and sums several at once.
+    compiled = [c for c in found.compiled_collectives if c.operation == "all-reduce"]
+    assert sum(c.nbytes for c in compiled) == summed(found.collectives)
+
+
 def test_the_report():
     own = strategy()
     found = own.explain(training, training_arguments(optax.adam(0.1)))

@@ -71,7 +71,7 @@ def result_dimensions(eqn: Equation, operands: Sequence[Dimension]) -> list[Dime
     if name == "optimization_barrier":
         return [*operands]
     (dimension, *others) = {d for d in operands if d is not None}
-    if others or (operands[0] is None and name not in _ELEMENTWISE):
+    if others or (operands[0] is None and name not in _OF_ANY_OPERAND):
         dimension = UNKNOWN
     elif name in _ELEMENTWISE:
         pass
@@ -99,11 +99,30 @@ def _reshaped(eqn: Equation, dimension: int) -> int:
     return UNKNOWN
 
 
+def _unless_along(name: str) -> Callable[[Equation, int], int]:
+    def rule(eqn: Equation, dimension: int) -> int:
+        along = jax.tree.leaves(eqn.params[name])
+        return UNKNOWN if dimension in along else dimension
+
+    return rule
+
+
+def _unless_cut(eqn: Equation, dimension: int) -> int:
+    shapes = [eqn.invars[0].aval.shape, *(var.aval.shape for var in eqn.outvars)]
+    return dimension if len({shape[dimension] for shape in shapes}) == 1 else UNKNOWN
+
+
 _RULES: dict[str, Callable[[Equation, int], int]] = {
     "broadcast_in_dim": lambda eqn, d: eqn.params["broadcast_dimensions"][d],
     "transpose": lambda eqn, d: eqn.params["permutation"].index(d),
     "squeeze": lambda eqn, d: d - sum(i < d for i in eqn.params["dimensions"]),
     "reshape": _reshaped,
+    **dict.fromkeys(("slice", "dynamic_slice", "pad", "split"), _unless_cut),
+    **dict.fromkeys(("concatenate", "sort"), _unless_along("dimension")),
+    "rev": _unless_along("dimensions"),
+    **dict.fromkeys(
+        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _unless_along("axis")
+    ),
 }
 _ELEMENTWISE = frozenset(
     (
@@ -119,6 +138,7 @@ _ELEMENTWISE = frozenset(
         "xor",
     )
 )  # fmt: skip
+_OF_ANY_OPERAND = _ELEMENTWISE | {"concatenate", "sort"}
 
 
 @final
