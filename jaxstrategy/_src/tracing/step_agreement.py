@@ -13,10 +13,7 @@ import jax
 import jax.monitoring
 from jax.stages import Compiled
 
-from jaxstrategy._src.errors import (
-    ClusterError,
-    CompiledStepError,
-)
+from jaxstrategy._src.errors import ClusterError, CompiledStepError
 from jaxstrategy._src.inputs import origins
 from jaxstrategy._src.options import RunOptions
 from jaxstrategy._src.processes import agreement
@@ -29,14 +26,8 @@ from jaxstrategy._src.tracing.constants import ProgramValue, code_of, fingerprin
 from jaxstrategy._src.tracing.program import InputLayout, Program
 from jaxstrategy._src.tracing.references import source_location
 from jaxstrategy._src.tracing.saved_step import Obtain, Preparation
-from jaxstrategy._src.tracing.traced_step import (
-    ReplicaStep,
-    TracedStep,
-)
-from jaxstrategy._src.values.arrays import (
-    Leaf,
-    PyTree,
-)
+from jaxstrategy._src.tracing.traced_step import ReplicaStep, TracedStep
+from jaxstrategy._src.values.arrays import Leaf, PyTree
 from jaxstrategy._src.variables import access
 
 # Measured with JAX 0.10 and 0.12; its argument `fun_name` is `jit(name)`. Without such
