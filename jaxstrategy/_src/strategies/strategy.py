@@ -937,8 +937,7 @@ class Strategy(AbstractStrategy):
             found = across(value)
         else:
             found = in_parts(across, value, functools.partial(across, alone=True))
-        is_there = self._variable_sharding is None
-        return found if is_there else self._beside_variables(found)
+        return self._beside_variables(found)
 
     def gather(self, value: PyTree, axis: int = 0) -> PyTree:
         """Every replica's version joined along `axis`, in replica order, leaf by leaf.
