@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import pathlib
+import re
 import shutil
 import warnings
 
@@ -161,7 +162,25 @@ def test_of_a_damaged_snapshot_or_checkpoint_the_other_is_restored(memory, tmp_p
         manager.snapshot(25, state_of(25))
         with pytest.warns(DamagedCheckpointWarning, match="of step 25 .* 30: its"):
             state = manager.restore(state_of(0))
-    assert state["step"] == 25
+        assert state["step"] == 25
+
+
+def test_nothing_is_said_to_be_restored_that_is_not(memory, tmp_path):
+    large = {"w": np.ones(5000)}  # most bytes of the snapshot are the array's
+    with CheckpointManager(tmp_path, memory_every=5) as manager:
+        for step in 10, 30:
+            manager.save(step, large)
+        manager.snapshot(25, large)
+        manager.wait()
+        spoil(tmp_path / "30")
+        for snapshot in memory.glob("*/*"):
+            spoil(snapshot)
+        with pytest.warns(DamagedCheckpointWarning) as told:
+            manager.restore(large)
+        assert manager.restored.step == 10
+    (snapshot, checkpoint) = (str(each.message) for each in told)
+    assert "25 in memory is damaged" in snapshot
+    assert re.search("Checkpoint 10 .* is restored, because .* 30: its", checkpoint)
 
 
 @pytest.mark.parametrize("at", [8, 10, 20, 28, 46])

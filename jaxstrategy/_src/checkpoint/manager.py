@@ -519,19 +519,24 @@ class CheckpointManager:
         from_memory: bool = False,
     ) -> PyTree:
         """The state with the saved values, while later checkpoints are damaged."""
-        if damaged:
-            self._folder.damaged |= set(damaged)
-            text.warn(
-                f"{where} is restored, because later ones are damaged. "
-                f"{_listed(damaged)}.",
-                DamagedCheckpointWarning,
-            )
-        state = State(state_like, self._replicas())
+        self._folder.damaged |= set(damaged)
+        state, is_read = State(state_like, self._replicas()), True
         what = self._topic("restore", record.step)
         agreement.compare_leaves(what, list(state.leaves))
-        restored, missing, unexpected = state.restored(
-            record.leaves, where, partial, read
-        )
+        try:
+            restored, missing, unexpected = state.restored(
+                record.leaves, where, partial, read
+            )
+        except CheckpointError:  # of a snapshot that is damaged, too
+            is_read = False
+            raise
+        finally:
+            if damaged and is_read:
+                text.warn(
+                    f"{where} is restored, because later ones are damaged. "
+                    f"{_listed(damaged)}.",
+                    DamagedCheckpointWarning,
+                )
         self._restored = Restored(
             record.step,
             record.metrics,
