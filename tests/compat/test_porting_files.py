@@ -177,3 +177,11 @@ def test_without_the_extra_it_says_what_to_install(file):
     assert done.returncode == 1
     assert "needs LibCST, which is not installed" in done.stderr
     assert "pip install 'jaxstrategy[port]'" in done.stderr
+
+
+def test_a_name_that_stays_imported_is_found_on_its_line(tmp_path, capsys):
+    path = tmp_path / "program.py"
+    path.write_text("from tensorflow import Variable, function\nv = Variable(1)\n")
+    main(["--write", str(path)])
+    assert path.read_text().splitlines()[1] == "from tensorflow import function"
+    assert f"{path}:2:24: decide: tf.function" in capsys.readouterr().out

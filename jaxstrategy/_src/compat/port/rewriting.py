@@ -318,10 +318,10 @@ class _Port:
     def moved(self, node: cst.CSTNode, text: str) -> CodePlace:
         """Where a node stands in the text that was made."""
         at = self._program.span(node)[0]
-        shift = sum(
-            len(new.encode()) - (end - start)
+        shift = sum(  # in what was replaced, from the end: names that stay stand last
+            max(len(new.encode()) - (end - start), start - at)
             for start, end, new, _ in self.edits
-            if end <= at and (start < at or start == end)
+            if start < at or start == end == at
         )
         # A name in what was replaced may have been where a character is now.
         before = text.encode()[: at + shift].decode(errors="ignore")
