@@ -126,6 +126,7 @@ def test_a_queue_of_results_that_goes_on_is_progress(watched):
     assert not ends.calls
 
 
+@pytest.mark.slow
 def test_progress_gives_the_step_its_whole_time_again(watched):
     watchdog, ends = watched(1.2)
     watchdog.step_started("evaluate")

@@ -510,6 +510,7 @@ def test_a_machine_that_is_lost_is_done_without_until_it_comes_back(machine):
     assert "attempt 2 is on 3 of 3 machines" in results[0].err
 
 
+@pytest.mark.slow
 def test_the_first_machine_may_be_lost_where_others_have_an_address(machine):
     first, second, third = addresses = free_addresses(3)
     options = f"--nodes 1:3 --coordinator {','.join(addresses)} --max-restarts 3"

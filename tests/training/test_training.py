@@ -139,6 +139,7 @@ class Transformer(nnx.Module):
         return self.dense[1](h.mean(1))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ranks_may_differ")
 def test_nnx_transformer_with_adam(eight):
     tokens = np.random.default_rng(0).integers(0, 8, (5, ROWS, 6))
