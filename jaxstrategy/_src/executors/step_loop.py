@@ -343,7 +343,7 @@ class StepLoop:
             args[place] = state
         if self._objects is None:
             return args, dict(self._kwargs), []
-        objects = self._objects.form.merge(parts)
+        objects = self._objects.structure.merge(parts)
         following = iter(objects)
         args, kwargs = jax.tree.map(
             lambda leaf: next(following) if is_object_arrays(leaf) else leaf,
@@ -357,7 +357,7 @@ class StepLoop:
     ) -> Sequence[ObjectArrays]:
         if self._objects is None:
             return []
-        parts = self._objects.form.split(objects, before)
+        parts = self._objects.structure.split(objects, before)
         for change in parts[0].changes:
             raise ObjectError(
                 f"`{self._name}` changes `{change.name}` of an object of Flax NNX, "

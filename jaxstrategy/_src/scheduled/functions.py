@@ -445,12 +445,12 @@ def _key_of(own: Any, wrappers: tuple[Hashable, ...]) -> tuple[Key, bool]:
     """The key of functions that do the same, and whether it changes unnoticed."""
     with rebinding.rebinding_lock:
         references = References(own, finds_objects=False)
-    form = references.key
+    tokens = references.key
     if references.opaque:  # it is known by itself alone
         function = getattr(own, "__func__", own)
         parts = [function, getattr(own, "__self__", None), *_closure(own)]
-        form = tuple(map(Identity, parts))
+        tokens = tuple(map(Identity, parts))
     arrays = map(Identity, references.arrays.values())
     code = Identity(code_of(own))
-    key = (code, *wrappers, *form, *arrays)
+    key = (code, *wrappers, *tokens, *arrays)
     return key, any(is_nnx_node(each.value) for each in references.nodes)

@@ -85,10 +85,10 @@ class ObjectArrays:
     arrays: Sequence[Leaf]
     names: tuple[str, ...]
     changes: tuple[AttributeChange, ...] = ()
-    form: ObjectStructure | None = None
+    structure: ObjectStructure | None = None
 
     def tree_flatten(self) -> tuple[Sequence[Leaf], _Static]:
-        return self.arrays, (self.names, self.changes, self.form)
+        return self.arrays, (self.names, self.changes, self.structure)
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Hashable, Leaf]], _Static]:
         keys = map(jax.tree_util.GetAttrKey, self.names)
@@ -144,7 +144,7 @@ class ObjectStructure:
     """The static part of a list of objects, to merge them from arrays."""
 
     graph: Hashable  # `nnx.GraphDef`
-    structure: Hashable  # of the `nnx.State`
+    state_structure: Hashable  # of the `nnx.State`
     owners: tuple[tuple[int, ...], ...]  # for each object the indices of its variables
     names: tuple[tuple[str, ...], ...]  # the same, their names
     templates: list[FlaxVariable | None]
@@ -157,13 +157,13 @@ class ObjectStructure:
     def key(self) -> Hashable:
         """The cache key: equal for objects of the same structure and metadata."""
         variables = jax.tree.structure(self.templates)
-        return self.graph, self.structure, self.owners, variables
+        return self.graph, self.state_structure, self.owners, variables
 
     def merge(self, parts: Sequence[ObjectArrays]) -> list[object]:
         """Creates objects with these arrays."""
         values = self._in_order(parts)
         state = jax.tree.unflatten(
-            self.structure,
+            self.state_structure,
             [
                 value if like is None else like.replace(value)
                 for like, value in zip(self.templates, values, strict=True)
@@ -184,7 +184,7 @@ class ObjectStructure:
         """The arrays of merged objects after the step."""
         graph, state = sys.modules["flax.nnx"].split(objects)
         leaves, structure = jax.tree.flatten(state, is_leaf=is_variable)
-        if structure != self.structure:
+        if structure != self.state_structure:
             raise ObjectError(
                 "The step changed which variables its objects have: "
                 f"{_difference(sum(self.names, ()), _paths(state))}. A compiled step "
@@ -325,7 +325,7 @@ class CallerObjects:
             weakref.ref(each, clear) if is_object(each) else lambda each=each: each
             for each in objects
         ]
-        self._nodes, self._structure = jax.tree.flatten(objects, is_leaf=is_variable)
+        self._nodes, self._treedef = jax.tree.flatten(objects, is_leaf=is_variable)
         graph, state = nnx.split(objects)
         by_path = dict(nnx.iter_graph(objects))
         found, structure = jax.tree.flatten_with_path(state, is_leaf=is_variable)
@@ -347,7 +347,7 @@ class CallerObjects:
             [_fast_getter(self._variables[i]) for i in indices] for indices in owners
         ]
         self._setters: list[list[_Setter]] = []
-        self.form = ObjectStructure(
+        self.structure = ObjectStructure(
             graph,
             structure,
             tuple(map(tuple, owners)),
@@ -361,7 +361,7 @@ class CallerObjects:
         if not self._has_roots(objects):
             return False
         nodes, structure = jax.tree.flatten(list(objects), is_leaf=is_variable)
-        return structure == self._structure and are_identical(nodes, self._nodes)
+        return structure == self._treedef and are_identical(nodes, self._nodes)
 
     def variables_with(
         self, arrays: Collection[int]
@@ -370,7 +370,7 @@ class CallerObjects:
         roots = [each() for each in self._objects]
         return [
             (variable, roots[number])
-            for number, indices in enumerate(self.form.owners)
+            for number, indices in enumerate(self.structure.owners)
             # Without variables once an object died.
             for variable in (self._variables[i] for i in indices if self._variables)
             if is_variable(variable) and id(variable.get_raw_value()) in arrays
@@ -387,15 +387,15 @@ class CallerObjects:
     def parts(self) -> list[ObjectArrays]:
         """The arrays of each object."""
         return [
-            ObjectArrays([get() for get in getters], names, (), self.form)
-            for getters, names in zip(self._getters, self.form.names, strict=True)
+            ObjectArrays([get() for get in getters], names, (), self.structure)
+            for getters, names in zip(self._getters, self.structure.names, strict=True)
         ]
 
     def finish(self, returned: tuple[PyTree, list[ObjectArrays]]) -> PyTree:
         """Stores new arrays; returns results with the caller's objects."""
         results, parts = returned
         self.store(parts)
-        if not self.form.returns_objects:
+        if not self.structure.returns_objects:
             return results
         by_path = self._by_path()
 
@@ -439,13 +439,15 @@ class CallerObjects:
                 getattr(self._variables[i], "set_raw_value", _no_variable)
                 for i in indices
             ]
-            for indices in self.form.owners
+            for indices in self.structure.owners
         ]
 
     def _fast_setters(self, parts: Sequence[ObjectArrays]) -> list[list[_Setter]]:
         """The same, without checks for variables that were just set."""
         setters = self._checked_setters()
-        for own, part, indices in zip(setters, parts, self.form.owners, strict=True):
+        for own, part, indices in zip(
+            setters, parts, self.structure.owners, strict=True
+        ):
             for number, index in enumerate(indices):
                 if part.arrays[number] is not None:
                     fast = _fast_setter(self._variables[index])
@@ -484,18 +486,20 @@ _MAX_OBJECTS = 8
 
 
 class RecentObjects:
-    """The objects of recent calls; those of equal structure share their `form`."""
+    """The objects of recent calls; those of equal structure share their `structure`."""
 
     def __init__(self) -> None:
         self._recent: list[CallerObjects] = []
-        self._forms: dict[Hashable, ObjectStructure] = {}
+        self._structures: dict[Hashable, ObjectStructure] = {}
 
     def of(self, nodes: Sequence[object]) -> CallerObjects:
         for objects in self._recent:
             if objects.matches(nodes):
                 return objects
         objects = CallerObjects(nodes)
-        objects.form = self._forms.setdefault(objects.form.key, objects.form)
+        objects.structure = self._structures.setdefault(
+            objects.structure.key, objects.structure
+        )
         if objects.is_cacheable:
             others = [o for o in self._recent if not o.is_outdated_by(objects)]
             self._recent = [objects, *others][:_MAX_OBJECTS]
@@ -540,8 +544,8 @@ def call(
     arguments = args, kwargs
     leaves, structure = jax.tree.flatten(arguments, is_leaf=is_whole_or_arrays)
     parts = [leaf for leaf in leaves if is_object_arrays(leaf)]
-    form = parts[0].form if parts else None
-    objects = [] if form is None else form.merge(parts)
+    known = parts[0].structure if parts else None
+    objects = [] if known is None else known.merge(parts)
     keys = _fold_in_replica(objects)
     if parts:
         following = iter(objects)
@@ -553,9 +557,9 @@ def call(
     with rebinding.rebound(fn, replaced) as rebound:
         with rebinding.checking_leaks(rebound, name, statics):
             returned = rebound(*args, **kwargs)
-    if form is None:
+    if known is None:
         return returned
-    returned = _with_marks(returned, objects, form)
+    returned = _with_marks(returned, objects, known)
     # A key that the step did not use is equal on all replicas again.
     for variable, folded, key in keys:
         if variable.get_raw_value() is folded:
@@ -565,7 +569,7 @@ def call(
     labels = [label.strip("`") for label, leaf in pairs if is_object_arrays(leaf)]
     return returned, [
         dataclasses.replace(part, names=tuple(f"{label}.{n}" for n in part.names))
-        for part, label in zip(form.split(objects, parts), labels, strict=True)
+        for part, label in zip(known.split(objects, parts), labels, strict=True)
     ]
 
 
@@ -603,7 +607,7 @@ def _fold_in_replica(
 
 
 def _with_marks(
-    returned: PyTree, objects: Sequence[object], form: ObjectStructure
+    returned: PyTree, objects: Sequence[object], passed_as: ObjectStructure
 ) -> PyTree:
     """Replaces the caller's objects among results by marks."""
     nnx = sys.modules["flax.nnx"]
@@ -618,7 +622,7 @@ def _with_marks(
             continue
         if id(leaf) in paths:
             leaves[i] = ReturnedObject(paths[id(leaf)])
-            form.returns_objects = True
+            passed_as.returns_objects = True
         elif any(id(n) in passed for _, n in nnx.iter_graph(leaf) if is_variable(n)):
             raise ObjectError(
                 f"The step returned a new {type(leaf).__name__} that shares variables "
